@@ -256,11 +256,37 @@ def _is_dataset_built_on_rank(vp_stage=None):
     )
 
 
-if __name__ == "__main__":
+def main():
+    """Parses the command line and trains."""
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    refuse_unsupported(args)
+    model_config = gpt_config_from_args(args)
+    if args.dataloader_inter_document_masking and args.micro_batch_size > 1:
+        # A packed microbatch travels as [b * s, 1, h], and stock pipelines expect [s, b, h]: let the
+        # stages tell each other. Set here, for the config's own check refuses more than it must.
+        model_config.transformer.variable_seq_lengths = True
     pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        pretrain_cfg_container_from_args(args, model_config),
         train_valid_test_datasets_provider,
         ModelType.encoder_or_decoder,
         forward_step,
     )
+
+
+def refuse_unsupported(args):
+    """Raises ValueError for stock flags whose data path this script does not have."""
+    if args.sft:
+        raise ValueError(
+            "--sft: conversations are not read by pretrain_gpt.py; expected indexed or mock data. "
+            "Tokenize them with tools/preprocess_data.py"
+        )
+    if args.dataloader_inter_document_masking and args.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {args.context_parallel_size} with "
+            "--dataloader-inter-document-masking: documents are not padded to a multiple of "
+            f"{2 * args.context_parallel_size} tokens, as splitting them needs. Drop one of the two flags."
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -31,8 +31,6 @@ class BuildWithLayers(build_py):
 
     def run(self) -> None:
         super().run()
-        if self.editable_mode:
-            return
         # A build folder outlives its build: a layer deleted since must not come back from it.
         shutil.rmtree(Path(self.build_lib, INSIDE_WHEEL), ignore_errors=True)
         for path in layer_files():
@@ -42,10 +40,8 @@ class BuildWithLayers(build_py):
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         """What the build writes, the layers included."""
-        outputs = super().get_outputs(include_bytecode)
-        if self.editable_mode:
-            return outputs
-        return outputs + [str(Path(self.build_lib, INSIDE_WHEEL, path)) for path in layer_files()]
+        layers = [str(Path(self.build_lib, INSIDE_WHEEL, path)) for path in layer_files()]
+        return super().get_outputs(include_bytecode) + layers
 
     def get_source_files(self) -> list[str]:
         """What an sdist needs, the layers included (relative to the repository's root)."""

@@ -77,24 +77,27 @@ find_python() {
     return 1
 }
 
-# The path of a venv is written into its scripts: one that was moved, or whose making was interrupted, is of no use.
-usable_venv() {
-    local activate
-    [ -x "$venv/bin/python" ] && [ -f "$venv/bin/activate" ] || return 1
-    activate=$(<"$venv/bin/activate")
-    [[ $activate == *"$venv"* ]] && fit "$venv/bin/python"
+# The path of a venv is written into its scripts: one that was moved is of no use, nor one whose making was cut off.
+in_place() {
+    local activate=
+    if [ -f "$venv/bin/activate" ]; then activate=$(<"$venv/bin/activate"); fi
+    [[ $activate == *"$venv"* ]]
 }
-
-same_file() { [ -f "$2" ] && [ "$(<"$1")" = "$(<"$2")" ]; }
 
 if [ "${1:-}" = --find-python ]; then find_python; exit; fi
 if [ $# -gt 0 ]; then say "usage: $0 [--find-python]"; exit 2; fi
 
-usable=1; usable_venv || usable=0
-if [ $usable = 1 ] && same_file "$requirements" "$stamp"; then exit 0; fi
+if [ -f "$stamp" ] && [ "$(<"$stamp")" = "$(<"$requirements")" ] && in_place && "$venv/bin/python" -S -c '' 2>/dev/null
+then
+    exit 0
+fi
 
-if [ $usable = 0 ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-    if [ -e "$venv" ]; then say "$venv cannot be used (${why:-moved, or not finished}): making it anew."; rm -rf "$venv"; fi
+if ! { in_place && fit "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; }; then
+    if [ -e "$venv" ]; then
+        say "$venv cannot be used (${why:-moved, or not finished}): making it anew."
+        rm -rf "$venv"
+    fi
+    tried=
     python=$(find_python)
     say "Making .venv with $python"
     "$python" -m venv "$venv"
@@ -110,7 +113,8 @@ for metadata in "$venv"/lib/python*/site-packages/*.dist-info; do
 done
 
 rm -f "$stamp"
-say "Installing requirements.txt (about 5 GB on Linux, most of it PyTorch; only once)"
+say "Installing requirements.txt: about 5 GB on Linux, most of it PyTorch, and only once. After the downloads pip unpacks"
+say "for a minute or more without a sign of life."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 "$venv/bin/python" -m pip install -r "$requirements"
 "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable "$root"

@@ -24,7 +24,7 @@ import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, Generator, Iterator, NamedTuple, Sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -56,7 +56,7 @@ LISTED_BAD_LINES = 10
 
 
 class Encoded(NamedTuple):
-    """What became of a record. ``documents``: key -> tokens, [n] of the dataset's dtype; ``error``: why there are none."""
+    """What became of a record. ``documents``: key -> tokens, [n]; ``error``: why there are none."""
 
     documents: dict[str, numpy.ndarray]
     empty: int
@@ -67,7 +67,7 @@ class Encoded(NamedTuple):
 
 @dataclass
 class Summary:
-    """What a run wrote and skipped. ``prefixes``: as --data-path wants them; ``bytes``: of the documents as UTF-8."""
+    """What a run wrote and skipped. ``prefixes``: for --data-path; ``bytes``: of the text as UTF-8."""
 
     prefixes: list[str]
     vocab_size: int
@@ -133,7 +133,9 @@ def _encode(record: Record) -> Encoded:
     return _encoder.encode(record)
 
 
-def _encode_all(encoder: Encoder, records: Iterator[Record], workers: int) -> Iterator[Encoded]:
+def _encode_all(
+    encoder: Encoder, records: Iterator[Record], workers: int
+) -> Generator[Encoded, None, None]:
     """Encodes in the records' order: in this process if there is one worker, else in spawned ones."""
     if workers == 1:
         yield from map(encoder.encode, records)

@@ -2,13 +2,14 @@
 
     python tools/report.py LOGDIR --stats data/stdlib/stats.json --output loss.png
 
-LOGDIR is what training was given as --tensorboard-dir; stats.json is what tools/stdlib_dataset.py writes beside its
-dataset. Losses are in nats per token. Two marks tell how much a model has learned: ln(vocabulary), the loss of a uniform
-guess, and the unigram entropy of the data, the least loss of a model that ignores context.
+LOGDIR is what training was given as --tensorboard-dir; stats.json is what tools/stdlib_dataset.py writes
+beside its dataset. Losses are in nats per token. Two marks tell how much a model has learned: ln(vocabulary),
+the loss of a uniform guess, and the unigram entropy of the data, the least loss of a model that ignores context.
 """
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,8 +54,8 @@ def read_losses(log: Path) -> tuple[list[Point], list[Point]]:
             validation += run.get(VALIDATION_LOSS, [])
     if not losses:
         raise ValueError(
-            f'{log}: holds no scalar {LOSS!r}, only {sorted(tags)}. Was it the --tensorboard-dir of a training run, and did that '
-            'run reach its first --log-interval?'
+            f'{log}: holds no scalar {LOSS!r}, only {sorted(tags)}. Was it the --tensorboard-dir of a training '
+            'run, and did that run reach its first --log-interval?'
         )
     return losses, validation
 
@@ -114,6 +115,8 @@ def summary(losses: list[Point], stats: dict[str, Any] | None) -> str:
             f'The model does not use context yet: its loss is {last - entropy:.3f} nats above the unigram entropy, which '
             'a model that only counts tokens reaches. Train it longer.'
         )
+    elif math.isnan(last):
+        verdict = 'The loss is not a number: training has diverged.'
     else:
         verdict = 'The model has learned nothing: its loss is not below that of a uniform guess.'
     return f'{line}\n{verdict}'
@@ -173,7 +176,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(table(losses, validation))
     print(summary(losses, stats))
     print(f'curve: {args.output}')
-    if args.require_below_unigram and not last_loss(losses) < stats['unigram_entropy']:
+    below = stats is not None and last_loss(losses) < stats['unigram_entropy']
+    if args.require_below_unigram and not below:
         sys.exit(
             'report.py: the last loss is not below the unigram entropy (--require-below-unigram)'
         )

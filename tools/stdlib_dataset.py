@@ -82,16 +82,14 @@ def build(output: Path, root: Path) -> tuple[dict[str, Any], bool]:
     stats = read_stats(output, settings)
     if stats is not None:
         return stats, True
-    from tools import (  # not at the top: a run that finds its dataset need not import torch
-        preprocess_data,
-    )
+    # Not at the top: a run that finds its dataset need not import torch.
+    from tools import preprocess_data
 
     files = source_files(root)
     if not files:
         raise ValueError(f'{root}: expected the sources of the standard library, found no .py file')
-    (output / STATS).unlink(
-        missing_ok=True
-    )  # a run that stops half-way must not leave stats of other data
+    # A run that stops half-way must not leave the statistics of other data.
+    (output / STATS).unlink(missing_ok=True)
     arguments = [
         '--input-format',
         'text',

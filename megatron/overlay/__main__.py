@@ -85,8 +85,8 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     finder = loader.Finder(loader.trees())
-    if options.against is None:
-        finder.verify()
+    for one in finder.pins.values():
+        pin.require_environment(one.version)
     with tempfile.TemporaryDirectory() as folder:
         against = _unpacked(options.against, Path(folder)) if options.against else None
         broken = 0
@@ -141,7 +141,6 @@ def _refresh(options: argparse.Namespace) -> int:
         for module, layer in finder.layers_of(root).items():
             stock = finder.stock_file(module)
             assert stock is not None
-            fresh.files[module] = pin.file_digest(stock)
             fresh.symbols[module] = pin.current(Source.read(stock), Source.read(layer))
         fresh.write(loader.pin_of(root))
         count = sum(len(symbols) for symbols in fresh.symbols.values())

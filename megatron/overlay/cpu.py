@@ -18,6 +18,7 @@ import types
 from typing import Any, Callable
 
 import torch
+from torch.utils.data import DataLoader
 
 from megatron.overlay import optional_packages
 
@@ -70,6 +71,7 @@ def install() -> None:
         _replace(torch, name, _on_cpu(getattr(torch, name)))
     for name in _METHODS:
         _replace(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+    _replace(DataLoader, "__iter__", _keeping_rng_state(DataLoader.__iter__))
     _replace(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
     _replace(torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self)
     _replace(torch.Tensor, "type", _type_as_on_cuda(torch.Tensor.type))
@@ -115,6 +117,21 @@ def _cpu_for_cuda(value: Any) -> Any:
     if isinstance(value, torch.device):
         return torch.device("cpu") if value.type == "cuda" else value
     return "cpu" if isinstance(value, str) and value.split(":")[0] == "cuda" else value
+
+
+def _keeping_rng_state(function: Callable) -> Callable:
+    """``DataLoader.__iter__`` draws a seed from the CPU's generator, which here stands for CUDA's too.
+
+    A resumed run makes its iterators after it has loaded the generators' states, so that draw would
+    give it other dropout masks than the run that was saved.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return function(*args, **kwargs)
+
+    return wrapper
 
 
 def _type_as_on_cuda(function: Callable) -> Callable:

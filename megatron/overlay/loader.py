@@ -16,6 +16,7 @@ import importlib.util
 import os
 import sys
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -101,6 +102,32 @@ def pin_of(tree: Path) -> Path:
     return (Path(__file__).resolve().parent if tree == ours else tree) / "upstream.toml"
 
 
+@dataclass
+class Layered:
+    """A module that both the wheel and at least one tree hold, parsed."""
+
+    stock: Source
+    layers: list[Source]
+
+    def takers(self) -> dict[str, Source]:
+        """Claimed name -> the layer that takes it over, in the order in which stock defines them.
+
+        Raises:
+            OverlayError: two layers claim one name, or see ``definitions.claims``.
+        """
+        found: dict[str, Source] = {}
+        for layer in self.layers:
+            for name in claims(self.stock, layer):
+                if name in found:
+                    raise OverlayError(
+                        f"two layers claim {name} of {self.stock.path}: {found[name].path} and "
+                        f"{layer.path}. Merge them into one."
+                    )
+                found[name] = layer
+        statement = {name: self.stock.definitions[name].statement for name in found}
+        return dict(sorted(found.items(), key=lambda item: statement[item[0]]))
+
+
 class Finder(importlib.abc.MetaPathFinder):
     """Finds the modules of the layer trees.
 
@@ -112,6 +139,7 @@ class Finder(importlib.abc.MetaPathFinder):
     def __init__(self, roots: list[Path]):
         self.files: dict[str, list[Path]] = {}
         self.pins = {root: pin.Pin.read(pin_of(root)) for root in roots}
+        self._parsed: dict[str, Layered] = {}
         for root in roots:
             for package in ("core", "training"):
                 for path in sorted((root / package).rglob("*.py")):
@@ -122,64 +150,31 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        files = self.files.get(name)
-        if not files:
+        if name not in self.files:
             return None
         stock = optional_packages.next_spec(self, name, path, target)
-        if stock is None or stock.origin in (None, *map(str, files)):
-            self._refuse_if_pinned(name)
-            folder = [str(files[0].parent)] if files[0].name == "__init__.py" else None
-            return importlib.util.spec_from_file_location(
-                name, files[0], submodule_search_locations=folder
-            )
-        if any(file.name == "__init__.py" for file in files):
-            raise OverlayError(f"{files[0]}: {name} is the wheel's; an __init__ cannot be layered.")
+        if stock is not None and stock.origin and name in self._parsed:
+            loader = _InterleavingLoader(self._parsed[name])
+            return importlib.util.spec_from_file_location(name, stock.origin, loader=loader)
+        file = self.files[name][0]
+        folder = [str(file.parent)] if file.name == "__init__.py" else None
         return importlib.util.spec_from_file_location(
-            name, stock.origin, loader=_InterleavingLoader(Path(stock.origin), files, self)
+            name, file, submodule_search_locations=folder
         )
-
-    def _refuse_if_pinned(self, name: str) -> None:
-        for one in self.pins.values():
-            if name in one.symbols:
-                raise OverlayError(
-                    f"{self.files[name][0]} is a layer of {name}, which megatron-core {one.version} "
-                    f"has, but the installed one has not: {', '.join(one.symbols[name])} is gone."
-                )
 
     def stock_file(self, name: str) -> Path | None:
         """The stock file of module ``name``, found without importing it."""
         import megatron
 
         for folder in megatron.__path__:
-            path = Path(folder).joinpath(*name.split(".")[1:]).with_suffix(".py")
-            if path.is_file() and path not in self.files.get(name, []):
-                return path
+            module = Path(folder).joinpath(*name.split(".")[1:])
+            for path in (module.with_suffix(".py"), module / "__init__.py"):
+                if path.is_file() and path not in self.files.get(name, []):
+                    return path
         return None
 
-    def verify(self) -> None:
-        """Raises OverlayError where the installed wheel is not what the pins say."""
-        for root, one in self.pins.items():
-            pin.require_environment(one.version)
-            lines: list[str] = []
-            for module in sorted(one.symbols.keys() | self.layers_of(root).keys()):
-                stock, layer = self.stock_file(module), self.layers_of(root).get(module)
-                symbols = one.symbols.get(module)
-                if stock is None or layer is None:
-                    gone = "the wheel" if stock is None else str(root)
-                    lines.append(f"{module}: gone from {gone}; pinned: {', '.join(symbols or ())}")
-                elif symbols is None:
-                    lines.append(f"{module}: {layer} is not pinned")
-                elif pin.file_digest(stock) != one.files.get(module):
-                    lines += pin.differences(symbols, Source.read(stock), Source.read(layer))
-            self.refuse(lines)
-
-    def verify_layer(self, module: str, stock: Source, layer: Source) -> None:
-        """Raises OverlayError where ``layer`` takes over what its pin does not say."""
-        root = next(root for root in self.pins if layer.path.is_relative_to(root))
-        self.refuse(pin.differences(self.pins[root].symbols.get(module, {}), stock, layer))
-
     def layers_of(self, root: Path) -> dict[str, Path]:
-        """Module name -> file, for those of ``root`` that the wheel has too."""
+        """Module name -> file, for those modules of ``root`` that the wheel has too."""
         return {
             module: file
             for module, files in self.files.items()
@@ -187,60 +182,80 @@ class Finder(importlib.abc.MetaPathFinder):
             if file.is_relative_to(root) and self.stock_file(module)
         }
 
-    def refuse(self, differences: list[str]) -> None:
-        """Raises OverlayError (or warns, see ``pin.drifted``) if there are any differences."""
-        if differences:
-            version = next(iter(self.pins.values())).version
-            pin.drifted(
-                f"the layers do not fit the installed megatron-core ({version} is pinned):\n  "
-                + "\n  ".join(differences)
-                + f"\nRead what changed, mend the layer, then run: {pin.REFRESH}"
+    def verify(self) -> None:
+        """Parses every layer and its target.
+
+        Raises:
+            OverlayError: the installed wheel is not what the pins say, or a layer does not fit it.
+        """
+        for root, one in self.pins.items():
+            pin.require_environment(one.version)
+            lines: list[str] = []
+            layers = self.layers_of(root)
+            for module in sorted(one.symbols.keys() | layers.keys()):
+                if module not in layers:
+                    symbols = ", ".join(one.symbols[module]) or "all"
+                    lines.append(f"{module}: pinned ({symbols}), but gone from the wheel or {root}")
+                    continue
+                parsed = self._parse(module)
+                layer = next(one for one in parsed.layers if one.path == layers[module])
+                lines += pin.differences(one.symbols.get(module, {}), parsed.stock, layer)
+                parsed.takers()
+            if lines:
+                pin.drifted(
+                    f"the layers do not fit the installed megatron-core ({one.version} is pinned):\n  "
+                    + "\n  ".join(lines)
+                    + f"\nRead what changed, mend the layer, then run: {pin.REFRESH}"
+                )
+
+    def _parse(self, module: str) -> Layered:
+        if module not in self._parsed:
+            stock = self.stock_file(module)
+            assert stock is not None  # callers give only modules that the wheel has
+            if stock.name == "__init__.py":
+                raise OverlayError(
+                    f"{self.files[module][0]}: {module} is a package of the wheel, and an __init__ "
+                    "cannot be layered. Layer the module that defines what you want to change."
+                )
+            self._parsed[module] = Layered(
+                Source.read(stock), [Source.read(file) for file in self.files[module]]
             )
+        return self._parsed[module]
 
 
 class _InterleavingLoader(importlib.abc.Loader):
-    def __init__(self, stock: Path, layers: list[Path], finder: Finder):
-        self._stock, self._layers, self._finder = stock, layers, finder
+    def __init__(self, layered: Layered):
+        self._layered = layered
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        stock = Source.read(self._stock)
-        layers = [_Running(Source.read(path), stock) for path in self._layers]
-        taken: dict[str, _Running] = {}
-        for layer in layers:
-            self._finder.verify_layer(module.__name__, stock, layer.source)
-            for name in layer.claims:
-                if name in taken:
-                    raise OverlayError(
-                        f"two layers claim {module.__name__}.{name}: {taken[name].source.path} "
-                        f"and {layer.source.path}. Merge them into one."
-                    )
-                taken[name] = layer
+        stock = self._layered.stock
+        takers = self._layered.takers()
         namespace = _upstream[module.__name__] = types.SimpleNamespace()
         setattr(module, NAMESPACE, namespace)
         running = _Running(stock)
-        for name in sorted(taken, key=lambda name: stock.definitions[name].statement):
-            layer, theirs = taken[name], stock.definitions[name]
+        layers = {layer.path: _Running(layer, is_layer=True) for layer in self._layered.layers}
+        for name, taker in takers.items():
+            theirs, layer = stock.definitions[name], layers[taker.path]
             running.run(module, theirs.statement)
             layer.run_leading_imports(module)
             if isinstance(theirs.node, ast.ClassDef):
                 _bind_two_argument_super(theirs.node)
             running.run(module, theirs.statement + 1)
             setattr(namespace, name, _set_aside(module, theirs))
-            layer.run(module, layer.source.definitions[name].statement + 1)
-        for rest in (running, *layers):
+            layer.run(module, taker.definitions[name].statement + 1)
+        for rest in (running, *layers.values()):
             rest.run(module, len(rest.source.tree.body))
 
 
 class _Running:
     """One file on its way through: ``position`` is the first statement not yet run."""
 
-    def __init__(self, source: Source, stock: Source | None = None):
+    def __init__(self, source: Source, is_layer: bool = False):
         self.source, self.position = source, 0
-        self.claims = claims(stock, source) if stock else []
-        self._is_layer = stock is not None
+        self._is_layer = is_layer
         self._flags = 0
         for node in source.tree.body:
             if isinstance(node, ast.ImportFrom) and node.module == "__future__":

@@ -1,10 +1,8 @@
 """The pin: which stock wheel the layers were written against, and a digest of all that they take over.
 
-``upstream.toml`` holds the wheel's version, the hash of each layered stock file (while it matches,
-nothing needs parsing), and for each claimed symbol a digest of its syntax tree.
+``upstream.toml`` holds the wheel's version and, for each claimed symbol, a digest of its syntax tree.
 """
 
-import hashlib
 import os
 import sys
 import tomllib
@@ -22,10 +20,9 @@ REFRESH = "python -m megatron.overlay refresh"
 
 @dataclass
 class Pin:
-    """Contents of ``upstream.toml``: ``symbols[module][symbol]`` and ``files[module]`` are hex digests."""
+    """Contents of ``upstream.toml``: ``symbols[module][symbol]`` is a hex digest."""
 
     version: str
-    files: dict[str, str] = field(default_factory=dict)
     symbols: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
@@ -34,21 +31,15 @@ class Pin:
             raise OverlayError(f"{path} is missing: it pins the layers beside it. Run: {REFRESH}")
         data = tomllib.loads(path.read_text())
         version = data.pop(DISTRIBUTION)
-        return cls(version, data.pop("files", {}), data)
+        return cls(version, data)
 
     def write(self, path: Path) -> None:
         lines = [f"# Written by `{REFRESH}`: what the layers take over, as they last saw it.", ""]
-        lines += [f'{DISTRIBUTION} = "{self.version}"', "", "[files]"]
-        lines += [f'"{module}" = "{value}"' for module, value in sorted(self.files.items())]
+        lines += [f'{DISTRIBUTION} = "{self.version}"']
         for module, symbols in sorted(self.symbols.items()):
             lines += ["", f'["{module}"]']
             lines += [f'"{symbol}" = "{value}"' for symbol, value in sorted(symbols.items())]
         path.write_text("\n".join(lines) + "\n")
-
-
-def file_digest(path: Path) -> str:
-    """16 hex digits over the file's bytes."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def require_environment(pinned: str) -> None:

@@ -137,7 +137,7 @@ def checkout(tmp_path):
     inside_venv = executable(
         tmp_path / 'venv_python',
         f"""[ "$1" = -c ] && exec '{sys.executable}' -c '{FIT}; exec(sys.argv[1])' "$2"
-        [ "$3" = --version ] && exit 0
+        [ "$1" = -S ] || [ "$3" = --version ] && exit 0
         echo "${{@:3}}" >> '{tmp_path}/pip.log'
         if [ -f '{tmp_path}/fail' ]; then rm '{tmp_path}/fail'; exit 1; fi""",
     )

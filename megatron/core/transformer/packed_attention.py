@@ -88,12 +88,7 @@ def _offsets_to_host(packed_seq_params: PackedSeqParams) -> dict[str, list[int]]
     """Copies the offsets that are set to the host, by field name."""
     tensors = {
         name: getattr(packed_seq_params, name)
-        for name in (
-            'cu_seqlens_q',
-            'cu_seqlens_kv',
-            'cu_seqlens_q_padded',
-            'cu_seqlens_kv_padded',
-        )
+        for name in ('cu_seqlens_q', 'cu_seqlens_kv', 'cu_seqlens_q_padded', 'cu_seqlens_kv_padded')
     }
     paired = (tensors['cu_seqlens_q_padded'] is None) == (tensors['cu_seqlens_kv_padded'] is None)
     for name, tensor in tensors.items():

@@ -3,12 +3,13 @@
 Same as upstream but for:
 - _get_backend_spec_provider: takes transformer_impl="local", for DSA. Upstream's wants Transformer Engine.
 - get_dsa_module_spec_for_backend: the local backend's down projections are column parallel, as those
-  of upstream's local specs for multi-latent attention are.
+  of upstream's local specs for multi-latent attention are, and its indexer norm takes float32 inputs.
 """
 
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.upcasting_layer_norm import UpcastingLayerNorm
 from megatron.overlay import upstream_of
 
 upstream = upstream_of(__name__)
@@ -24,6 +25,9 @@ def get_dsa_module_spec_for_backend(
         # is none of them.
         spec.submodules.linear_q_down_proj = backend.column_parallel_linear()
         spec.submodules.linear_kv_down_proj = backend.column_parallel_linear()
+        if config.dsa_indexer_k_norm_fp32:
+            indexer = spec.submodules.core_attention.submodules.indexer
+            indexer.submodules.k_norm = UpcastingLayerNorm
     return spec
 
 

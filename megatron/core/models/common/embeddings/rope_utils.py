@@ -3,6 +3,7 @@
 Same as upstream but for:
 - _apply_rotary_pos_emb_thd: takes packs with tokens beyond the last offset (a padded tail), at which
   upstream's raises.
+- _rotate_half: takes a sequence without tokens, at which upstream's raises if `rotary_interleaved` is set.
 """
 
 import torch
@@ -11,6 +12,11 @@ from torch import Tensor
 from megatron.overlay import upstream_of
 
 upstream = upstream_of(__name__)
+
+
+def _rotate_half(x: Tensor, rotary_interleaved: bool) -> Tensor:
+    """Maps each pair (even, odd) of the last dimension of [s, b, h, d] to (-odd, even)."""
+    return upstream._rotate_half(x, rotary_interleaved) if x.numel() else x
 
 
 def _apply_rotary_pos_emb_thd(

@@ -1,0 +1,113 @@
+"""Runs pretraining cases on a few CPU ranks, all from one launch.
+
+Importing Megatron-LM takes longer than a small case. So each rank imports once and forks a child per
+case; a case that fails or hangs is killed on every rank, and its output kept.
+
+    python ranks.py CASES.json       (what test_pretraining.py starts)
+
+CASES.json: {"bare": bool, "cases": [{"name", "world_size", "argv", "log", "port"}]}. With ``bare`` the stock wheel
+runs without the layers: only the CPU device's stand-ins, and what a user of the bare wheel would have to patch.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CASE_TIMEOUT = 180  # seconds; the slowest case takes about 20
+
+
+def main(spec_file: str) -> int:
+    """Runs every case in turn; returns 1 if one failed."""
+    spec = json.loads(Path(spec_file).read_text())
+    pretrain_gpt = _import_bare() if spec["bare"] else _import_layered()
+    failed = False
+    for case in spec["cases"]:
+        started = time.monotonic()
+        children = [_fork(case, rank, pretrain_gpt) for rank in range(case["world_size"])]
+        status = _wait(children, started + CASE_TIMEOUT)
+        failed |= status != 0
+        print(f"{case['name']}: status {status}, {time.monotonic() - started:.1f} s", flush=True)
+    return int(failed)
+
+
+def _import_layered():
+    sys.path.insert(0, str(REPOSITORY))
+    import pretrain_gpt
+
+    return pretrain_gpt
+
+
+def _import_bare():
+    """The entry script over the wheel alone, on the CPU."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    sys.path.insert(0, str(REPOSITORY))
+    import megatron.overlay
+    from megatron.overlay import cpu
+
+    megatron.overlay.install = lambda device: cpu.install()
+    import pretrain_gpt
+
+    from megatron.core.datasets import utils
+    from megatron.training import training
+
+    if hasattr(training, "upstream"):
+        raise RuntimeError("the bare wheel was asked for, but layers are in place")
+    initialize = training.initialize_megatron
+    training.initialize_megatron = lambda **kwargs: initialize(allow_no_cuda=True, **kwargs)
+    utils.compile_helpers = lambda: None
+    return pretrain_gpt
+
+
+def _fork(case: dict, rank: int, pretrain_gpt) -> int:
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        log = os.open(f"{case['log']}.rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(case["world_size"]),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(case["port"]),
+        )
+        sys.argv = ["pretrain_gpt.py", *case["argv"]]
+        pretrain_gpt.main()
+        status = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(children: list[int], deadline: float) -> int:
+    """0 if every child ends well; else the first bad status, or -1 for a time-out, the rest killed."""
+    running, status = set(children), 0
+    while running and status == 0:
+        for child in list(running):
+            ended, code = os.waitpid(child, os.WNOHANG)
+            if ended:
+                running.discard(child)
+                status = status or os.waitstatus_to_exitcode(code)
+        if time.monotonic() > deadline:
+            status = status or -1
+        time.sleep(0.05)
+    for child in running:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
