@@ -2,9 +2,11 @@
 
 Same as upstream but for:
 - add_megatron_arguments: adds the fork's own flags.
+- _add_tokenizer_args: --tokenizer-type takes ByteLevelTokenizer (see build_tokenizer.py) too.
 - validate_args: on the CPU device, first turns off what needs a GPU (see cpu_arguments.py).
 """
 
+from megatron.core.tokenizers.utils.build_tokenizer import BYTE_LEVEL
 from megatron.overlay import cpu, upstream_of
 from megatron.training import cpu_arguments
 
@@ -23,3 +25,10 @@ def validate_args(args, defaults={}):
     if cpu.active():
         cpu_arguments.adapt(args)
     return upstream.validate_args(args, defaults)
+
+
+def _add_tokenizer_args(parser):
+    parser = upstream._add_tokenizer_args(parser)
+    (action,) = (action for action in parser._actions if action.dest == "tokenizer_type")
+    action.choices = (*action.choices, BYTE_LEVEL)
+    return parser

@@ -5,6 +5,8 @@ from typing import Callable, Optional
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.functional import linear
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel.random import (
@@ -15,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
-class DuplicatedLinear(torch.nn.Linear):
+class DuplicatedLinear(torch.nn.Module):
     """TELinear's ``parallel_mode="duplicated"`` without Transformer Engine, its arguments included.
 
     Args:
@@ -51,44 +53,41 @@ class DuplicatedLinear(torch.nn.Linear):
             )
         if skip_weight_param_allocation:
             raise ValueError("skip_weight_param_allocation is True, expected False.")
-        on_cpu = config.use_cpu_initialization
-        super().__init__(
-            input_size,
-            output_size,
-            bias=bias,
-            device="cpu" if on_cpu else torch.cuda.current_device(),
-            dtype=config.params_dtype,
-        )
-        self.config = config
+        super().__init__()
         self.skip_bias_add = skip_bias_add
+        on_cpu = config.use_cpu_initialization
+        kind = {
+            'device': 'cpu' if on_cpu else torch.cuda.current_device(),
+            'dtype': config.params_dtype,
+        }
+        self.weight = Parameter(torch.empty(output_size, input_size, **kind))
+        self.bias = Parameter(torch.zeros(output_size, **kind)) if bias else None
 
-        tracker = get_cuda_rng_tracker()
-        with torch.no_grad():
-            if config.perform_initialization:
-                # The one state of the tracker that tensor parallel ranks have in common.
-                same_on_all_ranks = (
-                    tracker.fork(get_data_parallel_rng_tracker_name())
-                    if tracker.is_initialized() and not on_cpu
-                    else nullcontext()
-                )
-                with same_on_all_ranks:
-                    init_method(self.weight)
-            if bias:
-                self.bias.zero_()
-        for param in self.parameters():
-            param.allreduce = True
-            param.tensor_model_parallel = False
-            # Each rank sees its own part of the sequence: its gradient is one term of a sum.
-            param.sequence_parallel = config.sequence_parallel
-
-    def reset_parameters(self) -> None:
-        """Draws nothing: PyTorch's own initialisation would move the RNG state for no use."""
+        if config.perform_initialization:
+            tracker = get_cuda_rng_tracker()
+            # The one state of the tracker that tensor parallel ranks have in common.
+            same_on_all_ranks = (
+                tracker.fork(get_data_parallel_rng_tracker_name())
+                if tracker.is_initialized() and not on_cpu
+                else nullcontext()
+            )
+            with torch.no_grad(), same_on_all_ranks:
+                init_method(self.weight)
+        for parameter in self.parameters():
+            marks = {
+                'allreduce': True,
+                'tensor_model_parallel': False,
+                # Each rank sees its own part of the sequence: its gradient is one term of a sum.
+                'sequence_parallel': config.sequence_parallel,
+            }
+            for name, value in marks.items():
+                setattr(parameter, name, value)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Optional[Tensor]]:
         """Maps [..., input_size] to [..., output_size]; the bias is second if it was not added."""
         if self.skip_bias_add:
-            return torch.nn.functional.linear(x, self.weight), self.bias
-        return super().forward(x), None
+            return linear(x, self.weight), self.bias
+        return linear(x, self.weight, self.bias), None
 
     def sharded_state_dict(
         self, prefix: str = '', sharded_offsets: tuple = (), metadata: Optional[dict] = None

@@ -213,7 +213,9 @@ def _pieces(
         The sizes of the pieces, which add up to `tokens`; and for each sequence the number of its
         piece, None if it has no tokens.
     """
-    sizes, index, position = [], [], 0
+    sizes: list[int] = []
+    index: list[Optional[int]] = []
+    position = 0
     for start, length in zip(starts, lengths):
         if length == 0:
             index.append(None)

@@ -1,0 +1,48 @@
+"""Turns the output of a training run on standard input into a progress bar; keeps all of it in a file.
+
+    torchrun ... pretrain_gpt.py ... 2>&1 | python tools/follow_training.py train.log
+
+Exits with 1, after printing the end of the log, if the run never reached its last iteration.
+"""
+
+import argparse
+import re
+import sys
+from collections import deque
+from pathlib import Path
+
+from tqdm import tqdm
+
+ITERATION = re.compile(r"iteration +(\d+)/ *(\d+) .*\| lm loss: ([0-9.E+-]+) ")
+VALIDATION = re.compile(r"validation loss at iteration .* lm loss value: ([0-9.E+-]+) ")
+
+
+def main() -> int:
+    """Follows one run; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("log", type=Path, help="file that takes the whole output")
+    log = parser.parse_args().log
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"Starting; the whole output goes to {log}", flush=True)
+    last: deque[str] = deque(maxlen=40)
+    shown: dict[str, str] = {}
+    with log.open("w") as file, tqdm(unit="it", dynamic_ncols=True, leave=True) as bar:
+        for line in sys.stdin:
+            file.write(line)
+            file.flush()
+            last.append(line)
+            if found := ITERATION.search(line):
+                bar.total = int(found[2])
+                bar.update(int(found[1]) - bar.n)
+                shown["loss"] = f"{float(found[3]):.3f}"
+            elif found := VALIDATION.search(line):
+                shown["validation"] = f"{float(found[1]):.3f}"
+            bar.set_postfix(shown)
+    if not bar.total or bar.n < bar.total:
+        print(f"The run ended early. The last lines of {log}:\n{''.join(last)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
