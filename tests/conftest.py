@@ -1,0 +1,3 @@
+import megatron.overlay
+
+megatron.overlay.install(device="cpu")

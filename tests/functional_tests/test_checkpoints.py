@@ -1,0 +1,40 @@
+"""A run that is saved and resumed goes on bit for bit as if it had never stopped, dropout included."""
+
+import pytest
+
+from tests.functional_tests import cases
+
+# case -> checkpoint format
+RUNS = {
+    "pipeline_torch": ("dense_pp2_vpp2", "torch"),
+    "pipeline_torch_dist": ("dense_pp2_vpp2", "torch_dist"),
+    "experts_torch_dist": ("moe_tp2_ep2", "torch_dist"),
+    "optimizer_torch_dist": ("distributed_optimizer_bf16", "torch_dist"),
+}
+SAVED, LAST = 3, 6
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    runs = {}
+    for name, (case, ckpt_format) in RUNS.items():
+        common = dict(train_iters=LAST, save_interval=SAVED, ckpt_format=ckpt_format)
+        runs[name] = cases.arguments(case, **common, save=folder / "saved" / name)
+        runs[f"{name}_resumed"] = cases.arguments(
+            case,
+            **common,
+            load=folder / "saved" / name,
+            ckpt_step=SAVED,
+            save=folder / "resumed" / name,
+        )
+    print(cases.run(runs, folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.timeout(900)
+def test_resumed_run_equals_the_uninterrupted_one(trained, name):
+    uninterrupted = cases.losses(trained, name)
+    assert len(uninterrupted) == LAST
+    assert cases.losses(trained, f"{name}_resumed") == uninterrupted[SAVED:]
