@@ -184,7 +184,7 @@ def packed_attention(
     k_pieces = key.split(kv_sizes)
     v_pieces = value.split(kv_sizes)
 
-    outputs = [query.new_zeros(size, query.size(1), value.size(2)) for size in q_sizes]
+    outputs: list[Optional[Tensor]] = [None] * len(q_sizes)
     for q_piece, kv_piece in zip(q_index, kv_index):
         if q_piece is not None and kv_piece is not None:
             outputs[q_piece] = _sequence_attention(
@@ -197,10 +197,18 @@ def packed_attention(
                 window_size=window_size,
                 softmax_offset=softmax_offset,
             )
-    output = torch.cat(outputs).flatten(1)
-    if not output.requires_grad:
-        # A pack of padding alone: three empty sums, exactly zero, that give the inputs a gradient.
-        output = output + query[:0].sum() + key[:0].sum() + value[:0].sum()
+    output = torch.cat(
+        [
+            query.new_zeros(size, query.size(1), value.size(2)) if piece is None else piece
+            for piece, size in zip(outputs, q_sizes)
+        ]
+    ).flatten(1)
+    if all(piece is None for piece in outputs):
+        # Padding alone. Empty sums, exactly zero, give the inputs their gradient all the same: data
+        # parallelism waits for that of every parameter behind them.
+        for tensor in (query, key, value, softmax_offset):
+            if tensor is not None:
+                output = output + tensor[:0].sum()
     return output
 
 

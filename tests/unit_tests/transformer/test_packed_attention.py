@@ -180,11 +180,14 @@ def test_value_channels_of_their_own_without_a_pack(single_rank):
 @pytest.mark.parametrize('lengths', [[0], [0, 0, 0]])
 def test_a_pack_of_padding_alone_has_zero_gradients(pack, lengths):
     inputs = qkv(4)
+    offset = torch.ones(HEADS, dtype=torch.float64, device='cuda', requires_grad=True)
     params = pack(lengths, tail=4).params()
-    output = packed_attention(*inputs, params, causal=True, softmax_scale=1.0)
+    output = packed_attention(
+        *inputs, params, causal=True, softmax_scale=1.0, softmax_offset=offset
+    )
     assert output.shape == (4, HEADS * 8) and not output.any()
     output.sum().backward()
-    assert all(x.grad is not None and not x.grad.any() for x in inputs)
+    assert all(x.grad is not None and not x.grad.any() for x in (*inputs, offset))
 
 
 def test_cross_attention_takes_lengths_of_their_own():
