@@ -10,7 +10,8 @@ import zipfile
 from pathlib import Path
 
 from megatron.overlay import loader, pin
-from megatron.overlay.definitions import OverlayError, Source
+from megatron.overlay.definitions import Source
+from megatron.overlay.errors import OverlayError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,15 +21,22 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("list", help="each layer, what it takes over from the wheel, and why")
     why = commands.add_parser("why", help="where one symbol comes from, and why it is layered")
     why.add_argument("symbol", help="Class, Class.method, function, or with its module in front")
-    check = commands.add_parser("check", help="whether every layer fits; exit status 1 if one does not")
+    check = commands.add_parser(
+        "check", help="whether every layer fits; exit status 1 if one does not"
+    )
     check.add_argument(
         "--against",
         metavar="VERSION_OR_PATH",
         help="a megatron-core version (fetched by pip), a wheel file, or a folder that holds megatron/",
     )
-    commands.add_parser("refresh", help="rewrite upstream.toml from the installed wheel")
+    refresh = commands.add_parser("refresh", help="rewrite upstream.toml from the installed wheel")
+    refresh.add_argument(
+        "tree", nargs="*", type=Path, help="default: ours and MEGATRON_OVERLAY_PATH's"
+    )
     run = commands.add_parser("run", help="install the layers, then run an unmodified script")
-    run.add_argument("--device", choices=("auto", "cuda", "cpu"), help="default: the script's --device")
+    run.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), help="default: the script's --device"
+    )
     run.add_argument("script")
     run.add_argument("args", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
@@ -41,12 +49,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     finder = loader.Finder(loader.trees())
-    for root in finder.pins:
+    for root in finder.roots:
         for module, file in sorted(finder.layers_of(root).items()):
-            stock = finder.stock_file(module)
-            assert stock is not None  # layers_of gives only modules that the wheel has
-            layer = Source.read(file)
-            print(f"{module}\n  layer: {file}\n  takes over: {', '.join(pin.current(Source.read(stock), layer))}")
+            layered = finder.layered(module)
+            layer = layered.layer(file)
+            symbols = ", ".join(pin.current(layered.stock, layer))
+            print(f"{module}\n  layer: {file}\n  takes over: {symbols}")
             print("\n".join(f"  {line}" for line in _why(layer)))
     new = sorted(m for m in finder.files if finder.stock_file(m) is None)
     print(f"new modules: {', '.join(new) or 'none'}")
@@ -65,9 +73,7 @@ def _explain(options: argparse.Namespace) -> int:
     found = False
     for root, one in finder.pins.items():
         for module, file in sorted(finder.layers_of(root).items()):
-            stock_file = finder.stock_file(module)
-            assert stock_file is not None
-            stock, layer = Source.read(stock_file), Source.read(file)
+            stock, layer = finder.layered(module).stock, finder.layered(module).layer(file)
             for symbol in pin.current(stock, layer):
                 if options.symbol not in (symbol, f"{module}.{symbol}"):
                     continue
@@ -76,7 +82,9 @@ def _explain(options: argparse.Namespace) -> int:
                 print(f"{module}.{symbol}")
                 print(f"  stock: {stock.path}:{stock.definitions[name].node.lineno}")
                 print(f"  layer: {layer.path}:{layer.definitions[name].node.lineno}")
-                print(f"  pin:   {one.symbols.get(module, {}).get(symbol, 'none')} of {one.version}")
+                print(
+                    f"  pin:   {one.symbols.get(module, {}).get(symbol, 'none')} of {one.version}"
+                )
                 print("\n".join(f"  {line}" for line in _why(layer)))
     if not found:
         print(f"{options.symbol}: no layer takes it over; it is stock, or new in this fork.")
@@ -84,25 +92,18 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    finder = loader.Finder(loader.trees())
-    for one in finder.pins.values():
-        pin.require_environment(one.version)
     with tempfile.TemporaryDirectory() as folder:
         against = _unpacked(options.against, Path(folder)) if options.against else None
+        finder = loader.Finder(loader.trees(), against and against / "megatron")
         broken = 0
         for root, one in finder.pins.items():
-            for module, file in sorted(finder.layers_of(root).items()):
-                stock = finder.stock_file(module)
-                if against is not None:
-                    stock = against.joinpath(*module.split(".")).with_suffix(".py")
-                lines = [f"{module}: the file is gone"]
-                if stock is not None and stock.is_file():
-                    try:
-                        lines = pin.differences(
-                            one.symbols.get(module, {}), Source.read(stock), Source.read(file)
-                        )
-                    except OverlayError as error:
-                        lines = [str(error)]
+            if against is None:
+                pin.require_environment(one.version)
+            for module, file in finder.layers_and_pinned(root).items():
+                try:
+                    lines = finder.misfits(root, module, file)
+                except OverlayError as error:
+                    lines = [str(error)]
                 broken += bool(lines)
                 print(f"{'BROKEN' if lines else 'ok    '} {module}")
                 print("".join(f"         {line}\n" for line in lines), end="")
@@ -132,16 +133,17 @@ def _refresh(options: argparse.Namespace) -> int:
     version = pin.installed_version()
     if version is None:
         raise OverlayError(f"{pin.DISTRIBUTION} is not installed: there is nothing to pin.")
-    for root in loader.trees():
-        if not loader.pin_of(root).exists():
-            pin.Pin(version).write(loader.pin_of(root))
     finder = loader.Finder(loader.trees())
-    for root in finder.pins:
+    for root in [tree.resolve() for tree in options.tree] or finder.roots:
+        if root not in finder.roots:
+            raise OverlayError(
+                f"{root} is no tree of layers in use: name it in {loader.EXTRA_TREES}."
+            )
         fresh = pin.Pin(version)
-        for module, layer in finder.layers_of(root).items():
-            stock = finder.stock_file(module)
-            assert stock is not None
-            fresh.symbols[module] = pin.current(Source.read(stock), Source.read(layer))
+        for module, file in finder.layers_of(root).items():
+            layered = finder.layered(module)
+            layered.takers()
+            fresh.symbols[module] = pin.current(layered.stock, layered.layer(file))
         fresh.write(loader.pin_of(root))
         count = sum(len(symbols) for symbols in fresh.symbols.values())
         print(f"{loader.pin_of(root)}: {count} symbols of {pin.DISTRIBUTION} {fresh.version}")

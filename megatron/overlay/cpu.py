@@ -24,6 +24,7 @@ from megatron.overlay import optional_packages
 
 _saved: list[tuple[Any, str, Any]] = []
 _ABSENT = object()
+_STATM = "/proc/self/statm"
 _FACTORIES = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace load ones "
     "ones_like rand rand_like randint randint_like randn randn_like randperm tensor zeros zeros_like"
@@ -49,20 +50,23 @@ def install() -> None:
     """Turns the CPU device on, once.
 
     Raises:
-        NoGPUError: this process already uses a GPU.
+        NoGPUError: this process already uses a GPU, or asked torch whether there is one.
     """
     if active():
         return
-    if torch.cuda.is_initialized():
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # CUDA reads it once, when something first counts the GPUs
+    )
+    if torch.cuda.is_initialized() or has_gpu():
         raise NoGPUError(
-            "device='cpu': this process already uses a GPU. Call megatron.overlay.install(device='cpu') "
-            "before anything touches torch.cuda."
+            "device='cpu': this process already uses or has counted its GPUs. Call "
+            "megatron.overlay.install(device='cpu') before anything asks torch.cuda."
         )
-    if has_gpu():
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for package in ("transformer_engine", "transformer_engine_torch", "apex"):
         optional_packages.hide(package)  # their kernels would be handed CPU tensors
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # stock insists on it where TP or CP > 1
+    os.environ.setdefault(
+        "CUDA_DEVICE_MAX_CONNECTIONS", "1"
+    )  # stock insists on it where TP or CP > 1
     for name, value in _cuda_stand_ins().items():
         _replace(torch.cuda, name, value)
     _replace(torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state)
@@ -97,10 +101,11 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _on_cpu(function: Callable) -> Callable:
-    """``function`` with every CUDA device among its arguments replaced by the CPU."""
+    """``function`` with every CUDA device among its arguments replaced by the CPU, nothing pinned."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
         for key in ("device", "map_location"):
             if key in kwargs:
                 kwargs[key] = _cpu_for(kwargs[key])
@@ -229,14 +234,17 @@ class _Refused:
 
 def _resident_bytes() -> int:
     """The process's memory, in bytes, for want of a device's."""
-    if os.path.exists("/proc/self/statm"):
-        with open("/proc/self/statm") as file:
+    if os.path.exists(_STATM):
+        with open(_STATM) as file:
             return int(file.read().split()[1]) * resource.getpagesize()
     return _peak_resident_bytes()
 
 
 def _peak_resident_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    # Linux counts the two apart, and lets the peak lag.
+    return max(peak, _resident_bytes()) if os.path.exists(_STATM) else peak
 
 
 def _cuda_stand_ins() -> dict[str, Any]:
@@ -249,9 +257,7 @@ def _cuda_stand_ins() -> dict[str, Any]:
     properties = types.SimpleNamespace(
         name="cpu", major=9, minor=0, total_memory=total, multi_processor_count=os.cpu_count()
     )
-    without_effect = (
-        "_lazy_init empty_cache manual_seed_all reset_peak_memory_stats set_device set_stream synchronize"
-    )
+    without_effect = "_lazy_init empty_cache manual_seed_all reset_peak_memory_stats set_device set_stream synchronize"
     refused = "CUDAGraph ExternalStream MemPool graph"
     return {
         **{name: _always(None) for name in without_effect.split()},

@@ -9,17 +9,13 @@ import ast
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Iterator
 
+from megatron.overlay.errors import OverlayError
+
 NAMESPACE = "upstream"  # the fixed name under which a layer reaches what it took over
-
-
-class OverlayError(RuntimeError):
-    """A layer and the installed wheel do not fit, or the loader was used wrongly.
-
-    Not an ImportError: Megatron-LM takes those for a missing optional package, and carries on.
-    """
 
 
 @dataclass(frozen=True)
@@ -33,8 +29,9 @@ class Definition:
 
 @dataclass(frozen=True)
 class Source:
-    """A parsed file and all that it defines, in order."""
+    """A parsed file of ``module``, and all that it defines, in order."""
 
+    module: str
     path: Path
     tree: ast.Module
     all_definitions: tuple[Definition, ...]
@@ -44,35 +41,61 @@ class Source:
         """Each name's last definition."""
         return {definition.name: definition for definition in self.all_definitions}
 
+    @cached_property
+    def imports(self) -> dict[str, set[str]]:
+        """Each name that an import statement binds, and all that it may stand for."""
+        found: dict[str, set[str]] = {}
+        for node in _flat(self.tree.body):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    first = alias.name.partition(".")[0]
+                    found.setdefault(alias.asname or first, set()).add(
+                        alias.name if alias.asname else first
+                    )
+            elif isinstance(node, ast.ImportFrom):
+                package = self.module.rpartition(".")[0]
+                origin = resolve_name("." * node.level + (node.module or ""), package)
+                for alias in node.names:
+                    found.setdefault(alias.asname or alias.name, set()).add(
+                        f"{origin}.{alias.name}"
+                    )
+        return found
+
     @classmethod
-    def read(cls, path: Path) -> "Source":
+    def read(cls, module: str, path: Path) -> "Source":
         tree = ast.parse(path.read_bytes(), str(path))
         found = [
             Definition(name, node, index)
             for index, statement in enumerate(tree.body)
-            for name, node in _defined(statement)
+            for name, node in _defined([statement])
         ]
-        return cls(path, tree, tuple(found))
+        return cls(module, path, tree, tuple(found))
 
 
-def _defined(statement: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
-    if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-        yield statement.name, statement
-    elif isinstance(statement, ast.Assign):
-        for target in statement.targets:
-            if isinstance(target, ast.Name):
-                yield target.id, statement
-    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-        if isinstance(statement.target, ast.Name):
-            yield statement.target.id, statement
-    elif isinstance(statement, (ast.If, ast.Try, ast.With)):
-        for _, value in ast.iter_fields(statement):
-            for child in value if isinstance(value, list) else ():
-                if isinstance(child, ast.stmt):
-                    yield from _defined(child)
-                elif isinstance(child, ast.ExceptHandler):
-                    for inner in child.body:
-                        yield from _defined(inner)
+def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of ``body``, those inside ``if``, ``try`` and ``with`` in place of these."""
+    for statement in body:
+        if isinstance(statement, (ast.If, ast.Try, ast.With)):
+            for field in ("body", "handlers", "orelse", "finalbody"):
+                for child in getattr(statement, field, ()):
+                    yield from _flat(
+                        child.body if isinstance(child, ast.ExceptHandler) else [child]
+                    )
+        else:
+            yield statement
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    for statement in _flat(body):
+        if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield statement.name, statement
+        elif isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                if isinstance(target, ast.Name):
+                    yield target.id, statement
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            if isinstance(statement.target, ast.Name):
+                yield statement.target.id, statement
 
 
 def claims(stock: Source, layer: Source) -> list[str]:
@@ -80,8 +103,10 @@ def claims(stock: Source, layer: Source) -> list[str]:
 
     Raises:
         OverlayError: the layer defines a claimed name twice, orders its claims otherwise than stock
-            does, or asks ``upstream`` for a name that one of the two does not define.
+            does, or asks ``upstream`` for a name that one of the two does not define; or a name that
+            one of the two imports is something else in the other.
     """
+    require_same_imports(stock, layer)
     ours, theirs = layer.definitions, stock.definitions
     claimed = sorted(
         (name for name in ours if name in theirs and name != NAMESPACE),
@@ -113,6 +138,23 @@ def claims(stock: Source, layer: Source) -> list[str]:
     return claimed
 
 
+def require_same_imports(one: Source, other: Source) -> None:
+    """Raises OverlayError where a name that one file imports is something else in the other.
+
+    Both run in one namespace: the functions of one would silently use what the other meant.
+    """
+    for first, second in ((one, other), (other, one)):
+        for name, origins in first.imports.items():
+            if name in first.definitions or origins & second.imports.get(name, set()):
+                continue
+            if name in second.definitions or name in second.imports:
+                verb = "defines" if name in second.definitions else "imports from elsewhere"
+                raise OverlayError(
+                    f"{first.path} imports {name}, which {second.path} {verb}. They share one "
+                    "namespace: in the layer, use another name for it."
+                )
+
+
 def _asked_of_upstream(tree: ast.Module) -> list[str]:
     return sorted(
         {
@@ -133,7 +175,8 @@ def digests(name: str, stock: Source, layer: Source) -> dict[str, str]:
     """
     theirs, ours = stock.definitions[name].node, layer.definitions[name].node
     if not (isinstance(theirs, ast.ClassDef) and isinstance(ours, ast.ClassDef) and extends(ours)):
-        return {name: digest(theirs)}
+        # Every definition: an if and its else may each hold one.
+        return {name: digest(*(d.node for d in stock.all_definitions if d.name == name))}
     found = {name: digest(theirs.bases, theirs.keywords)}
     stock_members = members(theirs)
     for member in members(ours):
@@ -145,7 +188,7 @@ def digests(name: str, stock: Source, layer: Source) -> dict[str, str]:
 def members(node: ast.stmt) -> dict[str, ast.stmt]:
     """What the body of a class defines; nothing for any other node."""
     body = node.body if isinstance(node, ast.ClassDef) else []
-    return {member: definition for item in body for member, definition in _defined(item)}
+    return dict(_defined(body))
 
 
 def extends(layered: ast.ClassDef) -> bool:
@@ -176,5 +219,7 @@ def _plain(node: object) -> object:
         ]
     if isinstance(node, ast.AST):
         fields = [(name, _plain(value)) for name, value in ast.iter_fields(node)]
-        return type(node).__name__, [(name, value) for name, value in fields if value not in (None, [])]
+        return type(node).__name__, [
+            (name, value) for name, value in fields if value not in (None, [])
+        ]
     return node

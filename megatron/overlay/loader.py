@@ -17,11 +17,13 @@ import os
 import sys
 import types
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Sequence
 
-from megatron.overlay import optional_packages, pin, sources
-from megatron.overlay.definitions import NAMESPACE, Definition, OverlayError, Source, claims
+from megatron.overlay import children, optional_packages, pin, sources
+from megatron.overlay.definitions import NAMESPACE, Source, claims, require_same_imports
+from megatron.overlay.errors import OverlayError
 
 EXTRA_TREES = "MEGATRON_OVERLAY_PATH"
 _upstream: dict[str, types.SimpleNamespace] = {}
@@ -67,19 +69,21 @@ def install(device: str = "auto") -> None:
     ]
     if early:
         raise OverlayError(
-            f"megatron.overlay.install() came too late: {early[0]} was imported before it. "
+            f"megatron.overlay.install() came too late: {min(early)} was imported before it. "
             "Move it above the first megatron import, or use: python -m megatron.overlay run SCRIPT ARGS..."
         )
     finder = Finder(trees())
     finder.verify()
-    sources.install()
-    sys.meta_path[:0] = [optional_packages.Guard(), finder]
-    _finder = finder
-
     from megatron.overlay import cpu  # not at the top: it imports torch
 
     if device == "cpu" or (device == "auto" and not cpu.has_gpu()):
         cpu.install()
+    else:
+        optional_packages.hide_broken_transformer_engine()
+    sources.install()
+    children.install("cpu" if cpu.active() else "cuda")
+    sys.meta_path.insert(0, finder)
+    _finder = finder
 
 
 def device_argument(argv: list[str]) -> str:
@@ -90,10 +94,18 @@ def device_argument(argv: list[str]) -> str:
 
 
 def trees() -> list[Path]:
-    """Folders with ``core/`` and ``training/`` layers: ours, then those of MEGATRON_OVERLAY_PATH."""
+    """Folders with ``core/`` and ``training/`` layers: ours, then those of MEGATRON_OVERLAY_PATH.
+
+    Raises:
+        OverlayError: one of them does not exist.
+    """
     here = Path(__file__).resolve().parent
     ours = here / "layers" if (here / "layers").is_dir() else here.parent
-    return [ours, *(Path(p) for p in os.environ.get(EXTRA_TREES, "").split(os.pathsep) if p)]
+    extra = [Path(p).resolve() for p in os.environ.get(EXTRA_TREES, "").split(os.pathsep) if p]
+    for tree in extra:
+        if not tree.is_dir():
+            raise OverlayError(f"{EXTRA_TREES} names {tree}, which is no folder.")
+    return list(dict.fromkeys([ours, *extra]))
 
 
 def pin_of(tree: Path) -> Path:
@@ -113,19 +125,25 @@ class Layered:
         """Claimed name -> the layer that takes it over, in the order in which stock defines them.
 
         Raises:
-            OverlayError: two layers claim one name, or see ``definitions.claims``.
+            OverlayError: two layers define one name, or see ``definitions.claims``.
         """
         found: dict[str, Source] = {}
-        for layer in self.layers:
-            for name in claims(self.stock, layer):
-                if name in found:
+        for index, layer in enumerate(self.layers):
+            found.update(dict.fromkeys(claims(self.stock, layer), layer))
+            for other in self.layers[:index]:
+                require_same_imports(other, layer)
+                both = (other.definitions.keys() & layer.definitions.keys()) - {NAMESPACE}
+                if both:
                     raise OverlayError(
-                        f"two layers claim {name} of {self.stock.path}: {found[name].path} and "
-                        f"{layer.path}. Merge them into one."
+                        f"two layers claim {', '.join(sorted(both))} of {layer.module}: {other.path} "
+                        f"and {layer.path}. Merge them into one."
                     )
-                found[name] = layer
         statement = {name: self.stock.definitions[name].statement for name in found}
         return dict(sorted(found.items(), key=lambda item: statement[item[0]]))
+
+    def layer(self, path: Path) -> Source:
+        """The layer in file ``path``."""
+        return next(layer for layer in self.layers if layer.path == path)
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -133,12 +151,13 @@ class Finder(importlib.abc.MetaPathFinder):
 
     Attributes:
         files: module name -> its files in the trees, in the trees' order.
-        pins: for each tree, its pin.
+        roots: the trees.
+        stock_root: the folder ``megatron`` of the stock wheel, or None.
     """
 
-    def __init__(self, roots: list[Path]):
+    def __init__(self, roots: list[Path], stock_root: Path | None = None):
         self.files: dict[str, list[Path]] = {}
-        self.pins = {root: pin.Pin.read(pin_of(root)) for root in roots}
+        self.roots, self.stock_root = roots, stock_root or _stock_root(roots)
         self._parsed: dict[str, Layered] = {}
         for root in roots:
             for package in ("core", "training"):
@@ -147,29 +166,39 @@ class Finder(importlib.abc.MetaPathFinder):
                     parts = parts[:-1] if parts[-1] == "__init__" else parts
                     self.files.setdefault(".".join(("megatron", *parts)), []).append(path)
 
+    @cached_property
+    def pins(self) -> dict[Path, pin.Pin]:
+        """For each tree, its pin."""
+        return {root: pin.Pin.read(pin_of(root)) for root in self.roots}
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name not in self.files:
             return None
-        stock = optional_packages.next_spec(self, name, path, target)
+        stock = self._next_spec(name, path, target)
         if stock is not None and stock.origin and name in self._parsed:
             loader = _InterleavingLoader(self._parsed[name])
             return importlib.util.spec_from_file_location(name, stock.origin, loader=loader)
         file = self.files[name][0]
         folder = [str(file.parent)] if file.name == "__init__.py" else None
-        return importlib.util.spec_from_file_location(
-            name, file, submodule_search_locations=folder
-        )
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folder)
+
+    def _next_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None
+    ) -> importlib.machinery.ModuleSpec | None:
+        for other in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = other.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+        return None
 
     def stock_file(self, name: str) -> Path | None:
         """The stock file of module ``name``, found without importing it."""
-        import megatron
-
-        for folder in megatron.__path__:
-            module = Path(folder).joinpath(*name.split(".")[1:])
+        if self.stock_root is not None:
+            module = self.stock_root.joinpath(*name.split(".")[1:])
             for path in (module.with_suffix(".py"), module / "__init__.py"):
-                if path.is_file() and path not in self.files.get(name, []):
+                if path.is_file():
                     return path
         return None
 
@@ -190,37 +219,80 @@ class Finder(importlib.abc.MetaPathFinder):
         """
         for root, one in self.pins.items():
             pin.require_environment(one.version)
-            lines: list[str] = []
-            layers = self.layers_of(root)
-            for module in sorted(one.symbols.keys() | layers.keys()):
-                if module not in layers:
-                    symbols = ", ".join(one.symbols[module]) or "all"
-                    lines.append(f"{module}: pinned ({symbols}), but gone from the wheel or {root}")
-                    continue
-                parsed = self._parse(module)
-                layer = next(one for one in parsed.layers if one.path == layers[module])
-                lines += pin.differences(one.symbols.get(module, {}), parsed.stock, layer)
-                parsed.takers()
+            lines = [
+                f"{module}: {line}"
+                for module, file in self.layers_and_pinned(root).items()
+                for line in self.misfits(root, module, file)
+            ]
             if lines:
                 pin.drifted(
                     f"the layers do not fit the installed megatron-core ({one.version} is pinned):\n  "
                     + "\n  ".join(lines)
                     + f"\nRead what changed, mend the layer, then run: {pin.REFRESH}"
                 )
+        for module, files in self.files.items():
+            if len(files) > 1 and not self.stock_file(module):
+                raise OverlayError(
+                    f"two trees bring {module}, which the wheel has not: {files[0]} and {files[1]}. "
+                    "Rename one."
+                )
 
-    def _parse(self, module: str) -> Layered:
+    def layers_and_pinned(self, root: Path) -> dict[str, Path | None]:
+        """As ``layers_of``, and None for each module that only the pin of ``root`` names."""
+        return dict(
+            sorted({**dict.fromkeys(self.pins[root].symbols), **self.layers_of(root)}.items())
+        )
+
+    def misfits(self, root: Path, module: str, file: Path | None) -> list[str]:
+        """One line for each symbol of ``module`` on which tree ``root``, its pin and the wheel disagree.
+
+        Raises:
+            OverlayError: the layer cannot run over the wheel's module at all.
+        """
+        pinned = self.pins[root].symbols.get(module, {})
+        if file is None:
+            symbols = ", ".join(pinned) or "nothing of it"
+            return [f"pinned ({symbols}), but gone from the wheel or from {root}"]
+        layered = self.layered(module)
+        layered.takers()
+        return pin.differences(pinned, layered.stock, layered.layer(file))
+
+    def layered(self, module: str) -> Layered:
+        """A module for which ``layers_of`` a tree has a file, parsed."""
         if module not in self._parsed:
             stock = self.stock_file(module)
-            assert stock is not None  # callers give only modules that the wheel has
+            assert stock is not None  # layers_of gives only modules that the wheel has
             if stock.name == "__init__.py":
                 raise OverlayError(
                     f"{self.files[module][0]}: {module} is a package of the wheel, and an __init__ "
                     "cannot be layered. Layer the module that defines what you want to change."
                 )
             self._parsed[module] = Layered(
-                Source.read(stock), [Source.read(file) for file in self.files[module]]
+                Source.read(module, stock),
+                [Source.read(module, file) for file in self.files[module]],
             )
         return self._parsed[module]
+
+
+def _stock_root(trees: list[Path]) -> Path | None:
+    """The folder ``megatron`` that Python takes ``megatron.core`` from: there it is a package."""
+    import megatron
+
+    for folder in map(Path, megatron.__path__):
+        if Path(folder, "core", "__init__.py").is_file() and folder.resolve() not in trees:
+            return folder
+    return None
+
+
+class Upstream(types.SimpleNamespace):
+    """What the layers of a module have taken over: stock definitions, by name."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{NAMESPACE}.{name} does not exist (yet): stock defines {name} later than that, or under a "
+            f"condition that does not hold here. Define {name} in a statement of its own, and under "
+            f"stock's condition."
+        )
 
 
 class _InterleavingLoader(importlib.abc.Loader):
@@ -231,21 +303,24 @@ class _InterleavingLoader(importlib.abc.Loader):
         return None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        stock = self._layered.stock
-        takers = self._layered.takers()
-        namespace = _upstream[module.__name__] = types.SimpleNamespace()
-        setattr(module, NAMESPACE, namespace)
+        stock, takers = self._layered.stock, self._layered.takers()
+        upstream = _upstream[module.__name__] = Upstream()
+        setattr(module, NAMESPACE, upstream)
         running = _Running(stock)
         layers = {layer.path: _Running(layer, is_layer=True) for layer in self._layered.layers}
+        for definition in stock.all_definitions:
+            if definition.name in takers and isinstance(definition.node, ast.ClassDef):
+                _bind_two_argument_super(definition.node)
         for name, taker in takers.items():
-            theirs, layer = stock.definitions[name], layers[taker.path]
-            running.run(module, theirs.statement)
-            layer.run_leading_imports(module)
-            if isinstance(theirs.node, ast.ClassDef):
-                _bind_two_argument_super(theirs.node)
-            running.run(module, theirs.statement + 1)
-            setattr(namespace, name, _set_aside(module, theirs))
-            layer.run(module, taker.definitions[name].statement + 1)
+            statement = stock.definitions[name].statement
+            if running.position <= statement:
+                running.run(module, statement + 1)
+                for other in takers:
+                    if stock.definitions[other].statement == statement:
+                        _set_aside(module, upstream, other)
+            layers[taker.path].run(module, taker.definitions[name].statement + 1)
+            if name in vars(upstream):  # the layer's may stand in an if that does not hold
+                vars(module).setdefault(name, getattr(upstream, name))
         for rest in (running, *layers.values()):
             rest.run(module, len(rest.source.tree.body))
 
@@ -262,21 +337,6 @@ class _Running:
                 for alias in node.names:
                     self._flags |= getattr(__future__, alias.name).compiler_flag
 
-    def run_leading_imports(self, module: types.ModuleType) -> None:
-        """Runs a layer's imports before the first stock definition it takes over exists.
-
-        A module that they import, and that imports this one back, must not find and keep the stock
-        definition: it gets an ImportError, and the layer's author imports it inside a function.
-        """
-        body = self.source.tree.body
-        if self.position == 0:
-            after = 0
-            while after < len(body) and (
-                isinstance(body[after], (ast.Import, ast.ImportFrom)) or _is_text(body[after])
-            ):
-                after += 1
-            self.run(module, after)
-
     def run(self, module: types.ModuleType, until: int) -> None:
         """Runs the statements before index ``until`` that have not run yet."""
         nodes = [
@@ -289,10 +349,16 @@ class _Running:
         if not nodes:
             return
         path = str(self.source.path)
-        code = compile(
-            ast.Module(nodes, []), path, "exec", flags=self._flags, dont_inherit=True
-        )
-        exec(code, module.__dict__)
+        code = compile(ast.Module(nodes, []), path, "exec", flags=self._flags, dont_inherit=True)
+        try:
+            exec(code, module.__dict__)
+        except ImportError as error:
+            if not self._is_layer:
+                raise
+            raise OverlayError(
+                f"layer {path} does not import: {error}. If what it imports needs this module in turn, "
+                "import it inside the function that uses it."
+            ) from error
         for definition in self.source.all_definitions:
             if start <= definition.statement < until and isinstance(definition.node, ast.ClassDef):
                 defined = module.__dict__.get(definition.name)
@@ -300,12 +366,18 @@ class _Running:
                     sources.remember(defined, path, _first_line(definition.node))
 
 
-def _set_aside(module: types.ModuleType, definition: Definition) -> Any:
-    """Returns what ``definition`` bound, named ``upstream.<name>``: there pickle still finds it."""
-    value = module.__dict__[definition.name]
+def _set_aside(module: types.ModuleType, upstream: Upstream, name: str) -> None:
+    """Moves what stock bound to ``name`` to ``upstream.<name>``, where pickle still finds it.
+
+    Until the layer defines it, the module has no such name: what the layer imports, and imports this
+    module back, must not find and keep the stock definition. Python's ImportError says so.
+    """
+    if name not in vars(module):
+        return  # stock defines it under a condition that does not hold
+    value = vars(module).pop(name)
     if isinstance(value, (type, types.FunctionType)) and value.__module__ == module.__name__:
         value.__qualname__ = f"{NAMESPACE}.{value.__qualname__}"
-    return value
+    setattr(upstream, name, value)
 
 
 def _bind_two_argument_super(node: ast.ClassDef) -> None:

@@ -4,14 +4,14 @@
 """
 
 import os
-import sys
 import tomllib
 import warnings
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from megatron.overlay.definitions import OverlayError, Source, claims, digests, members
+from megatron.overlay.definitions import Source, claims, digests, members
+from megatron.overlay.errors import OverlayError
 
 DISTRIBUTION = "megatron-core"
 ALLOW_DRIFT = "MEGATRON_OVERLAY_ALLOW_DRIFT"
@@ -29,8 +29,13 @@ class Pin:
     def read(cls, path: Path) -> "Pin":
         if not path.is_file():
             raise OverlayError(f"{path} is missing: it pins the layers beside it. Run: {REFRESH}")
-        data = tomllib.loads(path.read_text())
-        version = data.pop(DISTRIBUTION)
+        try:
+            data = tomllib.loads(path.read_text())
+            version = data.pop(DISTRIBUTION)
+        except (tomllib.TOMLDecodeError, KeyError) as error:
+            raise OverlayError(
+                f"{path} is no pin ({error!r}). Write it again: {REFRESH}"
+            ) from error
         return cls(version, data)
 
     def write(self, path: Path) -> None:
@@ -43,12 +48,7 @@ class Pin:
 
 
 def require_environment(pinned: str) -> None:
-    """Raises OverlayError unless Python is 3.12 or later and the pinned wheel is installed."""
-    if sys.version_info < (3, 12):
-        raise OverlayError(
-            f"Python {sys.version.split()[0]} is too old: {DISTRIBUTION} {pinned} needs 3.12 or later. "
-            "Make the virtual environment with python3.12 or python3.13."
-        )
+    """Raises OverlayError unless the pinned wheel is installed."""
     version = installed_version()
     if version is None:
         raise OverlayError(

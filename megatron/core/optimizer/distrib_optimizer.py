@@ -3,8 +3,9 @@
 Same as upstream but for two faults of resuming with torch's own Adam (no Transformer Engine, no Apex):
 - DistributedOptimizer.state_dict: works before the first step, when loading asks it for a template. Stock
   looks for the one step count that all parameters share, and asserts where there is none yet.
-- DistributedOptimizer.load_state_dict: gives each parameter a step count of its own. Stock gives all of
-  them one tensor, which Adam then counts up once per parameter and step.
+- DistributedOptimizer.load_state_dict: gives each parameter the saved step count, in a tensor of its own.
+  Stock gives all of them one tensor, which Adam would count up once per parameter, and then overwrites
+  it with the template's 0 when it loads the parameters' state.
 """
 
 import torch
@@ -32,5 +33,6 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
         """As upstream's."""
         super().load_state_dict(state_dict)
         if not HAVE_APEX_OR_TE:  # noqa: F821
+            step = state_dict["optimizer"]["param_groups"][0]["step"]  # the groups share it
             for state in self.optimizer.state.values():
-                state["step"] = state["step"].clone()
+                state["step"] = torch.tensor(step, dtype=torch.float32)
