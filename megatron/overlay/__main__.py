@@ -151,9 +151,9 @@ def _refresh(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    sys.path.insert(0, str(Path(options.script).resolve().parent))  # as Python itself does
     loader.install(options.device or loader.device_argument(options.args))
     sys.argv = [options.script, *options.args]
-    sys.path.insert(0, str(Path(options.script).resolve().parent))
     runpy.run_path(options.script, run_name="__main__")
     return 0
 

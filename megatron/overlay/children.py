@@ -4,7 +4,6 @@ Such a process runs nothing of its parent but the main script, and that only dow
 ``if __name__ == "__main__"``: without this it would import stock modules, silently.
 """
 
-import sys
 from multiprocessing import spawn
 from typing import Any
 
@@ -19,11 +18,11 @@ megatron.overlay.install(device)
 class _Install:
     """Pickled here, it is unpickled there as the call of ``install``."""
 
-    def __init__(self, device: str):
-        self._device = device
+    def __init__(self, path: list[str], device: str):
+        self._names = {"path": path, "device": device}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return exec, (_IN_CHILD, {"path": sys.path, "device": self._device})
+        return exec, (_IN_CHILD, self._names)
 
 
 def install(device: str) -> None:
@@ -31,6 +30,7 @@ def install(device: str) -> None:
     preparation_data = spawn.get_preparation_data
 
     def with_layers(name: str) -> dict[str, Any]:
-        return {**preparation_data(name), "megatron.overlay": _Install(device)}
+        data = preparation_data(name)
+        return {**data, "megatron.overlay": _Install(data["sys_path"], device)}
 
     spawn.get_preparation_data = with_layers

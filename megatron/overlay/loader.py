@@ -178,6 +178,12 @@ class Finder(importlib.abc.MetaPathFinder):
             return None
         stock = self._next_spec(name, path, target)
         if stock is not None and stock.origin and name in self._parsed:
+            checked = self._parsed[name].stock.path
+            if Path(stock.origin).resolve() != checked.resolve():
+                raise OverlayError(
+                    f"{name} is {checked} for the layers, and {stock.origin} by sys.path as it is now. "
+                    "Change sys.path before megatron.overlay.install()."
+                )
             loader = _InterleavingLoader(self._parsed[name])
             return importlib.util.spec_from_file_location(name, stock.origin, loader=loader)
         file = self.files[name][0]
@@ -252,7 +258,7 @@ class Finder(importlib.abc.MetaPathFinder):
         pinned = self.pins[root].symbols.get(module, {})
         if file is None:
             symbols = ", ".join(pinned) or "nothing of it"
-            return [f"pinned ({symbols}), but gone from the wheel or from {root}"]
+            return [f"pinned ({symbols}), but gone from {self.stock_root} or from {root}"]
         layered = self.layered(module)
         layered.takers()
         return pin.differences(pinned, layered.stock, layered.layer(file))

@@ -26,8 +26,12 @@ def arguments(name: str | None = None, **extra: Any) -> Arguments:
     return found
 
 
-def run(cases: dict[str, Arguments], folder: Path, bare: bool = False) -> str:
+def run(
+    cases: dict[str, Arguments], folder: Path, bare: bool = False, record: bool = False
+) -> str:
     """Runs all cases from one launch; a case's logs lie in ``folder``. Returns what the launch printed.
+
+    For ``bare`` and ``record`` see ranks.py.
 
     Nothing is raised for a case that fails: ``losses`` does, when the case is looked at.
     """
@@ -44,7 +48,14 @@ def run(cases: dict[str, Arguments], folder: Path, bare: bool = False) -> str:
         ]
         log = str(folder / f"{name}.log")
         spec.append(
-            {"name": name, "world_size": world_size, "argv": argv, "log": log, "port": _free_port()}
+            {
+                "name": name,
+                "world_size": world_size,
+                "argv": argv,
+                "log": log,
+                "port": _free_port(),
+                "record": record,
+            }
         )
     file = folder / f"cases{'_bare' * bare}.json"
     file.write_text(json.dumps({"bare": bare, "cases": spec}))
@@ -82,6 +93,13 @@ def parameters(folder: Path, rank: int, iteration: int) -> dict[str, torch.Tenso
         for name, value in model.items()
         if torch.is_tensor(value)
     }
+
+
+def packs(folder: Path, name: str, rank: int) -> list:
+    """What ``record`` wrote on one rank: for each microbatch, [cu_seqlens, max_seqlen]."""
+    file = folder / f"{name}.log.cu_seqlens{rank}"
+    assert file.exists(), f"{name} recorded nothing on rank {rank}\n{_end_of_logs(folder, name)}"
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def _end_of_logs(folder: Path, name: str) -> str:

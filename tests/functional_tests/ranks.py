@@ -5,8 +5,9 @@ case; a case that fails or hangs is killed on every rank, and its output kept.
 
     python ranks.py CASES.json       (what test_pretraining.py starts)
 
-CASES.json: {"bare": bool, "cases": [{"name", "world_size", "argv", "log", "port"}]}. With ``bare`` the stock wheel
-runs without the layers: only the CPU device's stand-ins, and what a user of the bare wheel would have to patch.
+CASES.json: {"bare": bool, "cases": [{"name", "world_size", "argv", "log", "port", "record"}]}. With
+``bare`` the stock wheel runs without the layers: only the CPU device's stand-ins, and what a user of the
+bare wheel would have to patch. With ``record`` each rank writes down the packs that it was given.
 """
 
 import json
@@ -79,6 +80,8 @@ def _fork(case: dict, rank: int, pretrain_gpt) -> int:
             MASTER_PORT=str(case["port"]),
         )
         sys.argv = ["pretrain_gpt.py", *case["argv"]]
+        if case["record"]:
+            _record_cu_seqlens(pretrain_gpt, f"{case['log']}.cu_seqlens{rank}")
         pretrain_gpt.main()
         status = 0
     except BaseException:
@@ -89,6 +92,19 @@ def _fork(case: dict, rank: int, pretrain_gpt) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _record_cu_seqlens(pretrain_gpt, file: str) -> None:
+    """Writes what each call of ``packed_seq_params_of`` returns, a JSON line each."""
+    of = pretrain_gpt.packed_seq_params_of
+
+    def recording(batch):
+        params = of(batch)
+        with open(file, "a") as lines:
+            lines.write(json.dumps([params.cu_seqlens_q.tolist(), params.max_seqlen_q]) + "\n")
+        return params
+
+    pretrain_gpt.packed_seq_params_of = recording
 
 
 def _wait(children: list[int], deadline: float) -> int:

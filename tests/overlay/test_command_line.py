@@ -258,6 +258,15 @@ def test_run(script):
     )
 
 
+def test_run_of_a_script_in_another_megatron(script):
+    """Python would import that one: the layers are checked against it, and not against the wheel."""
+    (script.parent / "megatron/core").mkdir(parents=True)
+    (script.parent / "megatron/core/__init__.py").touch()
+    done = overlay("run", script)
+    assert done.returncode == 1
+    assert f"but gone from {script.parent}/megatron or from" in done.stderr
+
+
 def test_run_under_torchrun(script, tmp_path):
     """Each rank gets the layers; run's own --device goes before the script's."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]

@@ -134,7 +134,7 @@ def test_target_module_gone(tree):
     tree.pin_file.write_text(text.replace(SCALER, "megatron.core.optimizer.scaler"))
     error = error_of(INSTALL, trees=[tree])
     assert "megatron.core.optimizer.scaler: pinned (DynamicGradScaler, " in error
-    assert "gone from the wheel or from" in error
+    assert f"but gone from {stock_root()} or from {tree.root}" in error
 
 
 def test_layer_gone(tree):
@@ -238,7 +238,24 @@ def test_no_pin(tree, content, message):
 def test_a_tree_that_does_not_exist(tree):
     tree.root.rmdir()
     error = error_of(INSTALL, trees=[tree])
-    assert error.endswith(f"OverlayError: MEGATRON_OVERLAY_PATH names {tree.root}, which is no folder.")
+    assert error.endswith(
+        f"OverlayError: MEGATRON_OVERLAY_PATH names {tree.root}, which is no folder."
+    )
+
+
+def test_another_megatron_put_on_the_path_too_late(tmp_path):
+    """Layered modules would be the wheel's, and all others the newcomer's."""
+    shutil.copytree(stock_root() / "core/datasets", tmp_path / "megatron/core/datasets")
+    (tmp_path / "megatron/core/__init__.py").touch()
+    script = (
+        INSTALL
+        + f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport megatron.core.datasets.utils\n"
+    )
+    error = error_of(script)
+    assert (
+        f"datasets/utils.py for the layers, and {tmp_path}/megatron/core/datasets/utils.py by"
+        in error
+    )
 
 
 def test_layer_of_a_package(tree):

@@ -1,0 +1,71 @@
+"""The fork's flags, and what the CPU device makes of stock's."""
+
+import argparse
+import sys
+
+import pytest
+
+from megatron.training import arguments
+
+
+def _options(add_arguments) -> set[str]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser)
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+def test_the_forks_flags_are_these():
+    stock = _options(arguments.upstream.add_megatron_arguments)
+    assert _options(arguments.add_megatron_arguments) - stock == {"--device"}
+
+
+def test_no_stock_flag_is_lost():
+    stock = _options(arguments.upstream.add_megatron_arguments)
+    assert len(stock) > 700
+    assert stock <= _options(arguments.add_megatron_arguments)
+
+
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
+    "--max-position-embeddings 32 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 127"
+).split()
+
+
+def _validated(monkeypatch, *flags: str) -> argparse.Namespace:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *SMALL, *flags])
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    args = arguments.parse_args()
+    arguments.validate_args(args)
+    return args
+
+
+def test_cpu_device_sets_what_stocks_defaults_get_wrong(monkeypatch):
+    args = _validated(monkeypatch)
+    assert args.device == "auto"
+    assert args.distributed_backend == "gloo"
+    assert args.transformer_impl == "local"
+    assert args.no_persist_layer_norm
+    assert not args.gradient_accumulation_fusion
+    assert not args.masked_softmax_fusion
+    assert not args.apply_rope_fusion
+
+
+@pytest.mark.parametrize(
+    "flags, names",
+    [
+        (["--cuda-graph-impl", "local"], ["--cuda-graph-impl (cuda_graph_impl='local')"]),
+        (["--fp8-format", "hybrid", "--tp-comm-overlap"], ["--fp8-format", "--tp-comm-overlap"]),
+        (["--use-megatron-fsdp"], ["--use-megatron-fsdp"]),
+    ],
+)
+def test_cpu_device_refuses_what_needs_a_gpu_all_in_one_error(monkeypatch, flags, names):
+    with pytest.raises(ValueError, match="the CPU device cannot do") as error:
+        _validated(monkeypatch, *flags)
+    for name in names:
+        assert name in str(error.value)
+
+
+def test_device_cuda_is_refused_once_the_cpu_device_is_on(monkeypatch):
+    with pytest.raises(ValueError, match="--device cuda: this process was started on the CPU"):
+        _validated(monkeypatch, "--device", "cuda")
