@@ -221,7 +221,8 @@ def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None
     elif args.fim_data:
         dataset = GPTFIMDataset
         extra_tokens = {
-            name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad")
+            name: getattr(args, f"fim_{name}_token")
+            for name in ("prefix", "middle", "suffix", "pad")
         }
         config = GPTFIMDatasetConfig(
             **settings,
@@ -239,7 +240,8 @@ def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None
     ).build()
 
 
-train_valid_test_datasets_provider.is_distributed = True
+# Every pipeline stage builds its own: the training loop asks for this attribute.
+setattr(train_valid_test_datasets_provider, "is_distributed", True)
 
 
 def _is_dataset_built_on_rank(vp_stage=None):

@@ -26,9 +26,7 @@ def arguments(name: str | None = None, **extra: Any) -> Arguments:
     return found
 
 
-def run(
-    cases: dict[str, Arguments], folder: Path, bare: bool = False, record: bool = False
-) -> str:
+def run(cases: dict[str, Arguments], folder: Path, bare: bool = False, record: bool = False) -> str:
     """Runs all cases from one launch; a case's logs lie in ``folder``. Returns what the launch printed.
 
     For ``bare`` and ``record`` see ranks.py.
@@ -78,7 +76,9 @@ def run(
 def losses(folder: Path, name: str, tag: str = "lm loss") -> list[float]:
     """The scalar ``tag`` of every iteration, as float32 values. Raises AssertionError with the log's end."""
     events = EventAccumulator(str(folder / name)).Reload()
-    assert tag in events.Tags()["scalars"], f"{name} logged no {tag!r}\n{_end_of_logs(folder, name)}"
+    assert (
+        tag in events.Tags()["scalars"]
+    ), f"{name} logged no {tag!r}\n{_end_of_logs(folder, name)}"
     return [event.value for event in events.Scalars(tag)]
 
 

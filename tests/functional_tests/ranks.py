@@ -10,6 +10,7 @@ CASES.json: {"bare": bool, "cases": [{"name", "world_size", "argv", "log", "port
 bare wheel would have to patch. With ``record`` each rank writes down the packs that it was given.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -49,9 +50,8 @@ def _import_bare():
     import megatron.overlay
     from megatron.overlay import cpu
 
-    megatron.overlay.install = lambda device: cpu.install()
+    setattr(megatron.overlay, "install", lambda device: cpu.install())
     import pretrain_gpt
-
     from megatron.core.datasets import utils
     from megatron.training import training
 
@@ -59,7 +59,7 @@ def _import_bare():
         raise RuntimeError("the bare wheel was asked for, but layers are in place")
     initialize = training.initialize_megatron
     training.initialize_megatron = lambda **kwargs: initialize(allow_no_cuda=True, **kwargs)
-    utils.compile_helpers = lambda: None
+    setattr(utils, "compile_helpers", lambda: None)
     return pretrain_gpt
 
 
@@ -69,6 +69,7 @@ def _fork(case: dict, rank: int, pretrain_gpt) -> int:
         return child
     status = 1
     try:
+        os.setpgid(0, 0)  # saving a checkpoint starts processes of its own: they go with the case
         log = os.open(f"{case['log']}.rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -108,7 +109,7 @@ def _record_cu_seqlens(pretrain_gpt, file: str) -> None:
 
 
 def _wait(children: list[int], deadline: float) -> int:
-    """0 if every child ends well; else the first bad status, or -1 for a time-out, the rest killed."""
+    """0 if every child ends well; else the first bad status, or -1 for a time-out. Leaves no process."""
     running, status = set(children), 0
     while running and status == 0:
         for child in list(running):
@@ -119,8 +120,10 @@ def _wait(children: list[int], deadline: float) -> int:
         if time.monotonic() > deadline:
             status = status or -1
         time.sleep(0.05)
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
     for child in running:
-        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     return status
 

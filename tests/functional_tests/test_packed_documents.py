@@ -6,15 +6,10 @@ from tests.functional_tests import cases
 
 LAYOUTS = {
     "pp4": (4, dict(pipeline_model_parallel_size=4)),
-    "pp2_vpp2": (
-        2,
-        dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
-    ),
+    "pp2_vpp2": (2, dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)),
     "tp2_pp2": (
         4,
-        dict(
-            tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True
-        ),
+        dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
     ),
 }
 ITERATIONS = 2

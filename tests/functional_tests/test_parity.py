@@ -18,10 +18,7 @@ BY_HAND = {
 }
 PIPELINE = dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
 MOE = dict(
-    num_experts=4,
-    moe_router_topk=2,
-    moe_token_dispatcher_type="alltoall",
-    moe_aux_loss_coeff=1e-2,
+    num_experts=4, moe_router_topk=2, moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=1e-2
 )
 MODELS = {
     "dense_pp1": (1, {}),

@@ -1,7 +1,9 @@
 """Throwaway trees of layers over the installed wheel, and scripts that run under them in processes of their own."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -41,6 +43,7 @@ def python(
         cwd: no folder that holds a project, for Python looks there first.
         root: the repository.
         environment: on top of this process's, less what the loader reads from it.
+        timeout: in seconds; then it and its children are ended, and subprocess.TimeoutExpired is raised.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MEGATRON_", "PYTHON"))}
     settings = {
@@ -48,14 +51,26 @@ def python(
         "MEGATRON_OVERLAY_PATH": os.pathsep.join(str(tree.root) for tree in trees),
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.run(
+    process = subprocess.Popen(
         [interpreter, *map(str, arguments)],
         cwd=cwd,
         env={**inherited, **settings, **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
+        start_new_session=True,
     )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except BaseException:
+        process.terminate()  # torchrun then ends its ranks, which are in sessions of their own
+        try:
+            process.wait(15)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def json_of(*arguments: str | Path, **options: Any) -> Any:

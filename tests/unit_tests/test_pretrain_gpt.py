@@ -9,7 +9,10 @@ import pretrain_gpt
 
 
 def test_packed_seq_params_share_one_tensor_for_queries_and_keys():
-    batch = {"cu_seqlens": torch.tensor([[0, 3, 8]], dtype=torch.int32), "max_seqlen": torch.tensor([5])}
+    batch = {
+        "cu_seqlens": torch.tensor([[0, 3, 8]], dtype=torch.int32),
+        "max_seqlen": torch.tensor([5]),
+    }
     packed = pretrain_gpt.packed_seq_params_of(batch)
     assert packed.qkv_format == "thd"
     assert packed.cu_seqlens_q.tolist() == [0, 3, 8] and packed.cu_seqlens_q.dtype == torch.int32
