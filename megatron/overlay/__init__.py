@@ -16,6 +16,7 @@ if sys.version_info < (3, 12):  # first of all: what follows does not import the
         "Make the virtual environment with python3.12 or python3.13." % tuple(sys.version_info[:3])
     )
 
-from megatron.overlay.loader import device_argument, install, installed, upstream_of  # noqa: E402
+from megatron.overlay.interleaving import upstream_of  # noqa: E402
+from megatron.overlay.loader import device_argument, install, installed  # noqa: E402
 
 __all__ = ["OverlayError", "device_argument", "install", "installed", "upstream_of"]

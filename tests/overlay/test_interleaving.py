@@ -12,7 +12,7 @@ import pytest
 
 from megatron.overlay import OverlayError, upstream_of
 from megatron.overlay.definitions import Source, digests
-from megatron.overlay.loader import Layered, _InterleavingLoader
+from megatron.overlay.interleaving import InterleavingLoader, Layered
 
 NAME = "overlay_test_module"
 HEADER = "from megatron.overlay import upstream_of\nupstream = upstream_of(__name__)\n"
@@ -28,7 +28,7 @@ def load(tmp_path):
             path = tmp_path / f"{name}.py"
             path.write_text(textwrap.dedent(text))
             sources.append(Source.read(NAME, path))
-        loader = _InterleavingLoader(Layered(sources[0], sources[1:]))
+        loader = InterleavingLoader(Layered(sources[0], sources[1:]))
         spec = importlib.util.spec_from_file_location(NAME, tmp_path / "stock.py", loader=loader)
         assert spec is not None
         module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
