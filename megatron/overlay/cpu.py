@@ -26,8 +26,8 @@ _saved: list[tuple[Any, str, Any]] = []
 _ABSENT = object()
 _STATM = "/proc/self/statm"
 _FACTORIES = (
-    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace load ones "
-    "ones_like rand rand_like randint randint_like randn randn_like randperm tensor zeros zeros_like"
+    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace load logspace "
+    "normal ones ones_like rand rand_like randint randint_like randn randn_like randperm tensor zeros zeros_like"
 ).split()
 _METHODS = "new_empty new_full new_ones new_tensor new_zeros to".split()
 
@@ -54,9 +54,8 @@ def install() -> None:
     """
     if active():
         return
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # CUDA reads it once, when something first counts the GPUs
-    )
+    # CUDA reads this once, when something first counts the GPUs.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if torch.cuda.is_initialized() or has_gpu():
         raise NoGPUError(
             "device='cpu': this process already uses or has counted its GPUs. Call "
@@ -64,9 +63,8 @@ def install() -> None:
         )
     for package in ("transformer_engine", "transformer_engine_torch", "apex"):
         optional_packages.hide(package)  # their kernels would be handed CPU tensors
-    os.environ.setdefault(
-        "CUDA_DEVICE_MAX_CONNECTIONS", "1"
-    )  # stock insists on it where TP or CP > 1
+    # Stock insists on this where tensor or context parallelism is used.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for name, value in _cuda_stand_ins().items():
         _replace(torch.cuda, name, value)
     _replace(torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.packed_attention import sequence_attention
+from megatron.core.transformer.sequence_attention import sequence_attention
 
 
 def context_parallel_attention(

@@ -274,7 +274,7 @@ def test_no_tensor_is_larger_than_the_pack_or_one_sequence(pack):
 
 def test_empty_sequences_cost_nothing(pack, monkeypatch):
     """Packs of a fixed number of sequences repeat their last offset, often dozens of times."""
-    from megatron.core.transformer import packed_attention as module
+    from megatron.core.transformer import sequence_attention as module
 
     calls = []
     sdpa = module.scaled_dot_product_attention
