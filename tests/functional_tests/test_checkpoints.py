@@ -4,12 +4,13 @@ import pytest
 
 from tests.functional_tests import cases
 
-# case -> checkpoint format
+# case, checkpoint format, further flags
 RUNS = {
-    "pipeline_torch": ("dense_pp2_vpp2", "torch"),
-    "pipeline_torch_dist": ("dense_pp2_vpp2", "torch_dist"),
-    "experts_torch_dist": ("moe_tp2_ep2", "torch_dist"),
-    "optimizer_torch_dist": ("distributed_optimizer_bf16", "torch_dist"),
+    "pipeline_torch": ("dense_pp2_vpp2", "torch", {}),
+    "pipeline_torch_dist": ("dense_pp2_vpp2", "torch_dist", {}),
+    "experts_torch_dist": ("moe_tp2_ep2", "torch_dist", {}),
+    "optimizer_bf16_torch_dist": ("distributed_optimizer_bf16", "torch_dist", {}),
+    "optimizer_fp32_torch_dist": ("distributed_optimizer_bf16", "torch_dist", dict(bf16=False)),
 }
 SAVED, LAST = 3, 6
 
@@ -18,8 +19,8 @@ SAVED, LAST = 3, 6
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     runs = {}
-    for name, (case, ckpt_format) in RUNS.items():
-        common = dict(train_iters=LAST, save_interval=SAVED, ckpt_format=ckpt_format)
+    for name, (case, ckpt_format, flags) in RUNS.items():
+        common = dict(train_iters=LAST, save_interval=SAVED, ckpt_format=ckpt_format, **flags)
         runs[name] = cases.arguments(case, **common, save=folder / "saved" / name)
         runs[f"{name}_resumed"] = cases.arguments(
             case,

@@ -1,11 +1,14 @@
 """Layer of megatron/core/optimizer/distrib_optimizer.py.
 
-Same as upstream but for two faults of resuming with torch's own Adam (no Transformer Engine, no Apex):
+Same as upstream but for faults of resuming, the first two with torch's own Adam (no Transformer Engine, no
+Apex):
 - DistributedOptimizer.state_dict: works before the first step, when loading asks it for a template. Stock
   looks for the one step count that all parameters share, and asserts where there is none yet.
 - DistributedOptimizer.load_state_dict: gives each parameter the saved step count, in a tensor of its own.
   Stock gives all of them one tensor, which Adam would count up once per parameter, and then overwrites
   it with the template's 0 when it loads the parameters' state.
+- DistributedOptimizer.load_state_dict: records no gradients. In fp32 the optimizer's parameters are views of
+  the model's, which stock cannot write into then.
 """
 
 import torch
@@ -29,6 +32,7 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
         finally:
             self.optimizer.state.clear()
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict):
         """As upstream's."""
         super().load_state_dict(state_dict)
