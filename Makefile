@@ -15,7 +15,7 @@ env:
 	@tools/bootstrap.sh
 
 train: env  ## train a small GPT on Python's own standard library, PP=2 and VPP=2, with or without a GPU (about 3 minutes)
-	@$(IN_ENV) bash examples/gpt/train_stdlib.sh
+	@$(IN_ENV) PYTHON=$(PYTHON_ENV) bash examples/gpt/train_stdlib.sh $(ARGS)
 
 test: env  ## every test that needs no GPU
 	@$(PYTHON_ENV) -m pytest -m "not gpu" --durations=10 $(ARGS)

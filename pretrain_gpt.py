@@ -26,21 +26,33 @@ from megatron.core.datasets.gpt_dataset import (  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank  # noqa: E402
+from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
+    get_mtp_ranks,
+    mtp_on_this_rank,
+)
+from megatron.core.transformer.pipeline_parallel_layer_layout import (  # noqa: E402
+    PipelineParallelLayerLayout,
+)
 from megatron.core.utils import (  # noqa: E402
     flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain  # noqa: E402
+from megatron.training import (  # noqa: E402
+    get_args,
+    get_timers,
+    get_tokenizer,
+    inprocess_restart,
+    pretrain,
+)
 from megatron.training.argument_utils import (  # noqa: E402
     gpt_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig  # noqa: E402
-from megatron.training.training import update_seqlen_stats_from_cu_seqlens  # noqa: E402
+from megatron.training.training import stimer, update_seqlen_stats_from_cu_seqlens  # noqa: E402
 from megatron.training.utils import (  # noqa: E402
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
@@ -66,12 +78,7 @@ def get_batch(data_iterator, vp_stage=None):
     packed = args.dataloader_inter_document_masking
     first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    mtp = mtp_on_this_rank(
-        layout=args.pipeline_model_parallel_layout,
-        mtp_num_layers=args.mtp_num_layers,
-        ignore_virtual=False,
-        vp_stage=vp_stage,
-    )
+    mtp = _mtp_on_this_rank(vp_stage)
     if not (first or last or mtp or packed):
         return dict.fromkeys(BATCH_KEYS)
     batch = {}
@@ -161,7 +168,8 @@ def forward_step(data_iterator, model, return_schedule_plan=False):
     """One microbatch through ``model``: its output, and the function that makes a loss of it."""
     args, timers = get_args(), get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    with stimer(bdata=True):
+        batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     packed_seq_params = packed_seq_params_of(batch)
     if packed_seq_params is not None:
         update_seqlen_stats_from_cu_seqlens(packed_seq_params.cu_seqlens_q)
@@ -174,14 +182,15 @@ def forward_step(data_iterator, model, return_schedule_plan=False):
                 "overlap; set --overlap-moe-expert-parallel-comm"
             )
         run = get_attr_wrapped_model(model, "build_schedule_plan")
-    output = run(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-        packed_seq_params=packed_seq_params,
-    )
+    with stimer:
+        output = run(
+            batch["tokens"],
+            batch["position_ids"],
+            batch["attention_mask"],
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+            packed_seq_params=packed_seq_params,
+        )
     return output, partial(loss_func, batch["loss_mask"])
 
 
@@ -249,34 +258,67 @@ def _is_dataset_built_on_rank(vp_stage=None):
     return mpu.get_tensor_model_parallel_rank() == 0 and (
         args.dataloader_inter_document_masking
         or is_first_or_last_pipeline_stage(vp_stage)
-        or mtp_on_this_rank(
-            layout=args.pipeline_model_parallel_layout,
-            mtp_num_layers=args.mtp_num_layers,
-            ignore_virtual=False,
-            vp_stage=vp_stage,
-        )
+        or _mtp_on_this_rank(vp_stage)
     )
+
+
+def _mtp_on_this_rank(vp_stage):
+    args = get_args()
+    layout = args.pipeline_model_parallel_layout
+    if layout is not None:  # still as it was given; parsed once
+        layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
+    return mtp_on_this_rank(
+        layout=layout, mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage
+    )
+
+
+def embedding_ranks(pp_ranks, config, tied):
+    """The ranks of a pipeline that hold the word embedding and sum its gradients.
+
+    Args:
+        pp_ranks: global ranks, in the pipeline's order.
+        config: TransformerConfig, which says where multi-token prediction lies.
+        tied: whether the output layer shares the embedding.
+    """
+    if config.mtp_num_layers is None:
+        return mpu.default_embedding_ranks(pp_ranks)
+    last = [pp_ranks[-1]] if tied else []
+    return sorted({pp_ranks[0], *last, *get_mtp_ranks(pp_ranks, config)})
 
 
 def main():
     """Parses the command line and trains."""
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    refuse_unsupported(args)
+    check_arguments(args)
     model_config = gpt_config_from_args(args)
     if args.dataloader_inter_document_masking and args.micro_batch_size > 1:
         # A packed microbatch travels as [b * s, 1, h], and stock pipelines expect [s, b, h]: let the
         # stages tell each other. Set here, for the config's own check refuses more than it must.
         model_config.transformer.variable_seq_lengths = True
-    pretrain(
+    run, store = pretrain, None
+    if args.inprocess_restart:
+        run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+    run(
         pretrain_cfg_container_from_args(args, model_config),
         train_valid_test_datasets_provider,
         ModelType.encoder_or_decoder,
         forward_step,
+        get_embedding_ranks=partial(
+            embedding_ranks,
+            config=model_config.transformer,
+            tied=not args.untie_embeddings_and_output_weights,
+        ),
+        store=store,
     )
 
 
-def refuse_unsupported(args):
-    """Raises ValueError for stock flags whose data path this script does not have."""
+def check_arguments(args):
+    """Raises ValueError for a flag that is missing, or whose data path this script does not have."""
+    if args.eval_interval is None:
+        raise ValueError(
+            "--eval-interval is not given, and stock has no default for it: pass the number of iterations "
+            "between evaluations, also with --eval-iters 0"
+        )
     if args.sft:
         raise ValueError(
             "--sft: conversations are not read by pretrain_gpt.py; expected indexed or mock data. "

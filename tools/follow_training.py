@@ -2,7 +2,8 @@
 
     torchrun ... pretrain_gpt.py ... 2>&1 | python tools/follow_training.py train.log
 
-Exits with 1, after printing the end of the log, if the run never reached its last iteration.
+If the run ends before its last logged iteration, the end of the log is printed. Whether it failed is for the run's
+own exit status to say: set -o pipefail.
 """
 
 import argparse
@@ -13,12 +14,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-ITERATION = re.compile(r"iteration +(\d+)/ *(\d+) .*\| lm loss: ([0-9.E+-]+) ")
-VALIDATION = re.compile(r"validation loss at iteration .* lm loss value: ([0-9.E+-]+) ")
+ITERATION = re.compile(r"iteration +(\d+)/ *(\d+) .*\| lm loss: ([0-9.E+-]+|nan|inf) ", re.I)
+VALIDATION = re.compile(
+    r"validation loss at iteration \d+ on validation set .* lm loss value: ([0-9.E+-]+) "
+)
 
 
 def main() -> int:
-    """Follows one run; returns the exit status."""
+    """Follows one run; returns 0, or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("log", type=Path, help="file that takes the whole output")
     log = parser.parse_args().log
@@ -27,20 +30,25 @@ def main() -> int:
     last: deque[str] = deque(maxlen=40)
     shown: dict[str, str] = {}
     with log.open("w") as file, tqdm(unit="it", dynamic_ncols=True, leave=True) as bar:
-        for line in sys.stdin:
-            file.write(line)
-            file.flush()
-            last.append(line)
-            if found := ITERATION.search(line):
-                bar.total = int(found[2])
-                bar.update(int(found[1]) - bar.n)
-                shown["loss"] = f"{float(found[3]):.3f}"
-            elif found := VALIDATION.search(line):
-                shown["validation"] = f"{float(found[1]):.3f}"
-            bar.set_postfix(shown)
+        try:
+            for line in sys.stdin:
+                file.write(line)
+                file.flush()
+                last.append(line)
+                if found := ITERATION.search(line):
+                    bar.total = int(found[2])
+                    bar.update(int(found[1]) - bar.n)
+                    shown["loss"] = f"{float(found[3]):.3f}"
+                elif found := VALIDATION.search(line):
+                    shown["validation"] = f"{float(found[1]):.3f}"
+                bar.set_postfix(shown)
+        except KeyboardInterrupt:
+            bar.close()
+            print(f"Stopped at iteration {bar.n}; the whole output is in {log}", file=sys.stderr)
+            return 130
     if not bar.total or bar.n < bar.total:
-        print(f"The run ended early. The last lines of {log}:\n{''.join(last)}", file=sys.stderr)
-        return 1
+        print(f"The run ended at iteration {bar.n}. The last lines of {log}:", file=sys.stderr)
+        print("".join(last), file=sys.stderr)
     return 0
 
 

@@ -2,7 +2,10 @@
 # Trains a small GPT on the Python standard library's own sources, over two pipeline stages of two
 # model chunks each. On two CPU cores it takes about three minutes; with GPUs it runs there.
 #
-#   examples/gpt/train_stdlib.sh [any flag of pretrain_gpt.py]      PYTHON and RUN_DIR may be set
+#   ITERATIONS=300 examples/gpt/train_stdlib.sh [any flag of pretrain_gpt.py]
+#   ITERATIONS=30 make train ARGS="--lr 1e-3"
+#
+# PYTHON is the interpreter, RUN_DIR the folder that takes dataset, logs and picture.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
@@ -34,7 +37,7 @@ export OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1
   --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 20 --clip-grad 1.0 \
   --tokenizer-type ByteLevelTokenizer --make-vocab-size-divisible-by 2 \
   --data-path "$run/data/stdlib_text_document" --split 969,30,1 \
-  --eval-interval 100 --eval-iters 5 --log-interval 10 \
+  --eval-interval 100 --eval-iters 5 --log-interval 1 \
   --tensorboard-dir "$run/tensorboard" --tensorboard-log-interval 1 --distributed-timeout-minutes 5 \
   "$@" 2>&1 | "$python" tools/follow_training.py "$run/train.log"
 

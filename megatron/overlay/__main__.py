@@ -2,6 +2,8 @@
 
 import argparse
 import ast
+import difflib
+import os
 import runpy
 import subprocess
 import sys
@@ -70,11 +72,12 @@ def _why(layer: Source) -> list[str]:
 
 def _explain(options: argparse.Namespace) -> int:
     finder = loader.Finder(loader.trees())
-    found = False
+    found, known = False, set()
     for root, one in finder.pins.items():
         for module, file in sorted(finder.layers_of(root).items()):
             stock, layer = finder.layered(module).stock, finder.layered(module).layer(file)
             for symbol in pin.current(stock, layer):
+                known.add(symbol)
                 if options.symbol not in (symbol, f"{module}.{symbol}"):
                     continue
                 found = True
@@ -87,7 +90,11 @@ def _explain(options: argparse.Namespace) -> int:
                 )
                 print("\n".join(f"  {line}" for line in _why(layer)))
     if not found:
-        print(f"{options.symbol}: no layer takes it over; it is stock, or new in this fork.")
+        close = difflib.get_close_matches(options.symbol.split(".")[-1], known, n=3, cutoff=0.4)
+        print(
+            f"{options.symbol}: no layer takes over a symbol of this name: it is stock, new in this "
+            f"fork, or unknown. Layered: {', '.join(close) or 'see list'}"
+        )
     return 0 if found else 1
 
 
@@ -107,7 +114,14 @@ def _check(options: argparse.Namespace) -> int:
                 broken += bool(lines)
                 print(f"{'BROKEN' if lines else 'ok    '} {module}")
                 print("".join(f"         {line}\n" for line in lines), end="")
-    print(f"{broken} layers do not fit {options.against or 'the installed wheel'}")
+        for module, files in finder.files.items():
+            if not finder.stock_file(module) and "upstream_of(__name__)" in files[0].read_text():
+                broken += 1
+                print(
+                    f"BROKEN {module}\n         {files[0]} is a layer, but the wheel has no such file"
+                )
+    wheel = options.against or "the installed wheel"
+    print(f"{broken} layers do not fit {wheel}" if broken else f"every layer fits {wheel}")
     return 1 if broken else 0
 
 
@@ -117,12 +131,15 @@ def _unpacked(against: str, folder: Path) -> Path:
     if path.is_dir():
         return path
     if not path.is_file():
+        if os.sep in against:
+            raise OverlayError(f"--against {against}: there is no such file or folder.")
         wanted = f"{pin.DISTRIBUTION}=={against}"
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
         result = subprocess.run([*command, wanted], stderr=subprocess.PIPE, text=True)
         if result.returncode:
             raise OverlayError(
-                f"--against {against}: neither a path nor a version that pip can fetch.\n{result.stderr}"
+                f"--against {against}: neither a path nor a version that pip can fetch.\n"
+                + result.stderr.strip().splitlines()[-1]
             )
         path = next(folder.glob("*.whl"))
     zipfile.ZipFile(path).extractall(folder)

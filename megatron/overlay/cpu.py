@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 import types
+import warnings
 from typing import Any, Callable
 
 import torch
@@ -65,6 +66,10 @@ def install() -> None:
         optional_packages.hide(package)  # their kernels would be handed CPU tensors
     # Stock insists on this where tensor or context parallelism is used.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # What stock says where the packages hidden above are absent, and torch of a toolkit without a GPU.
+    warnings.filterwarnings("ignore", r"(Transformer Engine and )?Apex (is|are) not installed")
+    warnings.filterwarnings("ignore", r"Only transformer-engine>=")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     for name, value in _cuda_stand_ins().items():
         _replace(torch.cuda, name, value)
     _replace(torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state)
@@ -75,6 +80,7 @@ def install() -> None:
         _replace(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
     _replace(DataLoader, "__iter__", _keeping_rng_state(DataLoader.__iter__))
     _replace(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+    _replace(torch.Tensor, "record_stream", lambda self, stream: None)
     _replace(torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self)
     _replace(torch.Tensor, "type", _type_as_on_cuda(torch.Tensor.type))
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_one_generator_serves_both)

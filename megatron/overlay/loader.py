@@ -79,7 +79,7 @@ def trees() -> list[Path]:
     """Folders with ``core/`` and ``training/`` layers: ours, then those of MEGATRON_OVERLAY_PATH.
 
     Raises:
-        OverlayError: one of them does not exist.
+        OverlayError: one of them does not exist, or is not laid out as a tree of layers.
     """
     here = Path(__file__).resolve().parent
     ours = here / "layers" if (here / "layers").is_dir() else here.parent
@@ -87,6 +87,15 @@ def trees() -> list[Path]:
     for tree in extra:
         if not tree.is_dir():
             raise OverlayError(f"{EXTRA_TREES} names {tree}, which is no folder.")
+        if (
+            any(tree.rglob("*.py"))
+            and not any(tree.glob("core/**/*.py"))
+            and not any(tree.glob("training/**/*.py"))
+        ):
+            raise OverlayError(
+                f"{EXTRA_TREES} names {tree}, which has neither core/ nor training/: a layer of "
+                "megatron/core/utils.py lies at core/utils.py in it."
+            )
     return list(dict.fromkeys([ours, *extra]))
 
 

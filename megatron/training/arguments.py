@@ -1,7 +1,8 @@
 """Layer of megatron/training/arguments.py.
 
 Same as upstream but for:
-- add_megatron_arguments: adds the fork's own flags.
+- add_megatron_arguments: adds the fork's own flags, and mends help texts of stock's that argparse cannot print: one
+  bare percent sign is enough for --help to end in a ValueError.
 - _add_tokenizer_args: --tokenizer-type takes ByteLevelTokenizer (see build_tokenizer.py) too.
 - validate_args: on the CPU device, first turns off what needs a GPU (see cpu_arguments.py).
 """
@@ -17,6 +18,12 @@ def add_megatron_arguments(parser):
     """Adds Megatron-LM's arguments and the fork's to ``parser``."""
     parser = upstream.add_megatron_arguments(parser)
     cpu_arguments.add_arguments(parser)
+    for action in parser._actions:
+        if action.help and "%" in action.help:
+            try:
+                action.help % {**vars(action), "prog": parser.prog}
+            except (KeyError, TypeError, ValueError):
+                action.help = action.help.replace("%", "%%")
     return parser
 
 
@@ -24,6 +31,8 @@ def validate_args(args, defaults={}):
     """As upstream's, with the CPU device's settings in place."""
     if cpu.active():
         cpu_arguments.adapt(args)
+    else:
+        cpu_arguments.require_gpu(args)
     return upstream.validate_args(args, defaults)
 
 

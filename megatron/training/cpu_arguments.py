@@ -2,6 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
+import torch
+
 from megatron.training.utils import print_rank_0
 
 # What a flag's stock default must become where there is no GPU: (argument, value on the CPU device).
@@ -41,6 +43,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="auto",
         help="Where to train: a GPU over NCCL, the CPU over gloo, or (auto) the CPU only without a GPU.",
     )
+
+
+def require_gpu(args: Namespace) -> None:
+    """Raises ValueError where there is no GPU, and the CPU device is off."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"--device {args.device}: this machine has no GPU that torch can use. Pass --device cpu (or "
+            "auto), or see why torch.cuda.is_available() is False."
+        )
 
 
 def adapt(args: Namespace) -> None:

@@ -42,7 +42,7 @@ def run(cases: dict[str, Arguments], folder: Path, bare: bool = False, record: b
             str(part)
             for flag, value in flags.items()
             if value is not None and value is not False
-            for part in ([flag] if value is True else [flag, value])
+            for part in ([flag] if value is True else [flag, *_words(value)])
         ]
         log = str(folder / f"{name}.log")
         spec.append(
@@ -107,6 +107,11 @@ def _end_of_logs(folder: Path, name: str) -> str:
         f"--- {log.name}\n" + "\n".join(log.read_text().splitlines()[-40:])
         for log in sorted(folder.glob(f"{name}.log.rank*"))
     )
+
+
+def _words(value: Any) -> list[Any]:
+    """A string with blanks stands for several words, as on a command line."""
+    return value.split() if isinstance(value, str) else [value]
 
 
 def _free_port() -> int:

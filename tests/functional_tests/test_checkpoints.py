@@ -3,6 +3,7 @@
 import pytest
 
 from tests.functional_tests import cases
+from tests.functional_tests.test_parity import BY_HAND
 
 # case, checkpoint format, further flags
 RUNS = {
@@ -39,3 +40,20 @@ def test_resumed_run_equals_the_uninterrupted_one(trained, name):
     uninterrupted = cases.losses(trained, name)
     assert len(uninterrupted) == LAST
     assert cases.losses(trained, f"{name}_resumed") == uninterrupted[SAVED:]
+
+
+@pytest.mark.timeout(900)
+def test_the_bare_wheel_goes_on_from_a_checkpoint_of_the_fork(trained):
+    case, ckpt_format, _ = RUNS["pipeline_torch_dist"]
+    flags = cases.arguments(
+        case,
+        train_iters=LAST,
+        save_interval=SAVED,
+        ckpt_format=ckpt_format,
+        load=trained / "saved" / "pipeline_torch_dist",
+        ckpt_step=SAVED,
+        save=trained / "bare",
+    )
+    print(cases.run({"bare": {**flags, **BY_HAND}}, trained, bare=True))
+    uninterrupted = cases.losses(trained, "pipeline_torch_dist")
+    assert cases.losses(trained, "bare") == uninterrupted[SAVED:]

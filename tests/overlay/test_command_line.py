@@ -1,7 +1,10 @@
 """``python -m megatron.overlay``: what its commands say and write, and how they run somebody's script."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -71,16 +74,34 @@ def test_why(tree, symbol):
 def test_why_not():
     done = overlay("why", "ConstantGradScaler")
     assert done.returncode == 1
-    assert done.stdout == (
-        "ConstantGradScaler: no layer takes it over; it is stock, or new in this fork.\n"
+    assert done.stdout.startswith(
+        "ConstantGradScaler: no layer takes over a symbol of this name: it is stock"
     )
+
+
+def test_why_offers_what_was_perhaps_meant():
+    assert "Layered: WrappedTorchNorm" in overlay("why", "TorchNorm").stdout
+
+
+def test_check_finds_a_layer_of_nothing(tmp_path):
+    file = tmp_path / "core" / "transformer" / "mpl.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "from megatron.overlay import upstream_of\n\nupstream = upstream_of(__name__)\n"
+    )
+    (tmp_path / "upstream.toml").write_text('megatron-core = "0.19.2"\n')
+    environment = {**os.environ, "MEGATRON_OVERLAY_PATH": str(tmp_path)}
+    command = [sys.executable, "-m", "megatron.overlay", "check"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "mpl.py is a layer, but the wheel has no such file" in done.stdout
 
 
 def test_check(tree):
     done = overlay("check", trees=[tree])
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"ok     {SCALER}\n" in done.stdout
-    assert done.stdout.splitlines()[-1] == "0 layers do not fit the installed wheel"
+    assert done.stdout.splitlines()[-1] == "every layer fits the installed wheel"
     tree.pin_file.write_text(tree.pin_file.read_text().replace("Scaler.update", "Scaler.gone"))
     done = overlay("check", trees=[tree])
     assert done.returncode == 1

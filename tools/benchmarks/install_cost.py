@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tqdm import tqdm
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
@@ -55,14 +57,14 @@ def seconds(kind: str, modules: list[str]) -> float:
 def main() -> int:
     """Prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="processes of each kind (default: 7)")
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each kind (default: 5)")
     rounds = parser.parse_args().rounds
     finder = loader.Finder(loader.trees())
     layered = sorted(module for root in finder.roots for module in finder.layers_of(root))
     modules = [*ALWAYS, *layered]
     for kind in KINDS:  # once, so that all find bytecode and files in the cache
         seconds(kind, modules)
-    times = [[seconds(kind, modules) for kind in KINDS] for _ in range(rounds)]
+    times = [[seconds(kind, modules) for kind in KINDS] for _ in tqdm(range(rounds), unit="round")]
     print(f"{len(layered)} layered modules, {rounds} rounds; seconds to import after torch")
     print(f"{'':24}{'median':>8}{'min':>8}{'max':>8}{'difference':>12}{'ratio':>8}")
     worst = 0.0

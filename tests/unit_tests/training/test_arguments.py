@@ -25,6 +25,19 @@ def test_no_stock_flag_is_lost():
     assert stock <= _options(arguments.add_megatron_arguments)
 
 
+def test_help_prints_where_stocks_does_not():
+    parsers = []
+    for add_arguments in (
+        arguments.upstream.add_megatron_arguments,
+        arguments.add_megatron_arguments,
+    ):
+        parsers.append(argparse.ArgumentParser())
+        add_arguments(parsers[-1])
+    with pytest.raises(ValueError, match="unsupported format character"):
+        parsers[0].format_help()
+    assert "--device {auto,cuda,cpu}" in parsers[1].format_help()
+
+
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
     "--max-position-embeddings 32 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
@@ -68,4 +81,10 @@ def test_cpu_device_refuses_what_needs_a_gpu_all_in_one_error(monkeypatch, flags
 
 def test_device_cuda_is_refused_once_the_cpu_device_is_on(monkeypatch):
     with pytest.raises(ValueError, match="--device cuda: this process was started on the CPU"):
+        _validated(monkeypatch, "--device", "cuda")
+
+
+def test_without_gpu_and_cpu_device_the_error_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(arguments.cpu, "active", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda: this machine has no GPU .* --device cpu"):
         _validated(monkeypatch, "--device", "cuda")
