@@ -1,4 +1,4 @@
-"""Training on indexed data: a blend, split, end-of-document tokens masked."""
+"""Training on indexed data: a blend of two datasets, split."""
 
 import math
 
@@ -46,7 +46,6 @@ def trained(tmp_path_factory):
 def test_learns_two_letters_of_two_datasets(trained):
     losses = cases.losses(trained, "indexed")
     assert losses[0] > math.log(258) - 0.5
-    # A document goes on with its letter. With one dataset alone, or with eod tokens scored (which
-    # nobody can foresee), this little training would not get there.
+    # A document goes on with its letter: had other data been read, there would be nothing to learn.
     assert losses[-1] < 0.2
     assert cases.losses(trained, "indexed", "lm loss validation")[-1] < 0.2
