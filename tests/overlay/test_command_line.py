@@ -180,7 +180,8 @@ def test_check_against_a_folder(tree, other_upstream, change):
     lines = [line for line in done.stdout[start:].splitlines()[1:] if line.startswith("         ")]
     assert len(lines) == len(expected)
     assert all(part in line for part, line in zip(expected, lines))
-    assert done.stdout.splitlines()[-1] == f"{len(expected)} layers do not fit {other_upstream}"
+    verdict = f"{len(expected)} layers do not fit" if expected else "every layer fits"
+    assert done.stdout.splitlines()[-1] == f"{verdict} {other_upstream}"
 
 
 def test_check_against_a_wheel_file(tree, other_upstream, tmp_path):
@@ -194,11 +195,11 @@ def test_check_against_a_wheel_file(tree, other_upstream, tmp_path):
         )
     done = overlay("check", "--against", wheel, trees=[tree])
     assert (done.returncode, done.stdout.count("BROKEN")) == (0, 0), done.stdout + done.stderr
-    done = overlay(
-        "check", "--against", wheel.with_name("nothing.whl"), trees=[tree], PIP_NO_INDEX="1"
-    )
+    done = overlay("check", "--against", wheel.with_name("nothing.whl"), trees=[tree])
+    assert done.returncode == 1 and "nothing.whl: there is no such file or folder" in done.stderr
+    done = overlay("check", "--against", "9.9.9", trees=[tree], PIP_NO_INDEX="1")
     assert done.returncode == 1
-    assert "neither a path nor a version that pip can fetch" in done.stderr
+    assert "9.9.9: neither a path nor a version that pip can fetch" in done.stderr
 
 
 def test_check_against_is_for_those_who_have_another_version_installed(
