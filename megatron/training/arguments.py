@@ -1,10 +1,11 @@
 """Layer of megatron/training/arguments.py.
 
 Same as upstream but for:
-- add_megatron_arguments: adds the fork's own flags, and mends help texts of stock's that argparse cannot print: one
-  bare percent sign is enough for --help to end in a ValueError.
+- add_megatron_arguments: adds the fork's own flags, and mends help texts of stock's that argparse
+  cannot print: one bare percent sign is enough for --help to end in a ValueError.
 - _add_tokenizer_args: --tokenizer-type takes ByteLevelTokenizer (see build_tokenizer.py) too.
-- validate_args: on the CPU device, first turns off what needs a GPU (see cpu_arguments.py).
+- validate_args: on the CPU device, first turns off what needs a GPU; without one, and without that
+  device, says what to do (see cpu_arguments.py).
 """
 
 from megatron.core.tokenizers.utils.build_tokenizer import BYTE_LEVEL

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron.training import arguments
+from megatron.training import arguments, cpu_arguments
 
 
 def _options(add_arguments) -> set[str]:
@@ -36,6 +36,18 @@ def test_help_prints_where_stocks_does_not():
     with pytest.raises(ValueError, match="unsupported format character"):
         parsers[0].format_help()
     assert "--device {auto,cuda,cpu}" in parsers[1].format_help()
+
+
+def test_what_the_cpu_device_looks_at_are_arguments_of_stocks():
+    """A name that upstream renames would be passed over in silence."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    arguments.upstream.add_megatron_arguments(parser)
+    names = {action.dest for action in parser._actions}
+    options = {option for action in parser._actions for option in action.option_strings}
+    looked_at = [name for name, _ in cpu_arguments.SETTINGS]
+    looked_at += [name for name, _, _ in cpu_arguments.GPU_ONLY]
+    assert set(looked_at) - names == set()
+    assert {flag for _, _, flag in cpu_arguments.GPU_ONLY} - options == set()
 
 
 SMALL = (
