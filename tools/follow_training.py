@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 ITERATION = re.compile(r"iteration +(\d+)/ *(\d+) .*\| lm loss: ([0-9.E+-]+|nan|inf) ", re.I)
 VALIDATION = re.compile(
-    r"validation loss at iteration \d+ on validation set .* lm loss value: ([0-9.E+-]+) "
+    r"validation loss at iteration (\d+) on validation set .* lm loss value: ([0-9.E+-]+) "
 )
 
 
@@ -29,6 +29,7 @@ def main() -> int:
     print(f"Starting; the whole output goes to {log}", flush=True)
     last: deque[str] = deque(maxlen=40)
     shown: dict[str, str] = {}
+    evaluated = ""  # the iteration of the validation loss shown
     with log.open("w") as file, tqdm(unit="it", dynamic_ncols=True, leave=True) as bar:
         try:
             for line in sys.stdin:
@@ -39,8 +40,10 @@ def main() -> int:
                     bar.total = int(found[2])
                     bar.update(int(found[1]) - bar.n)
                     shown["loss"] = f"{float(found[3]):.3f}"
-                elif found := VALIDATION.search(line):
-                    shown["validation"] = f"{float(found[1]):.3f}"
+                elif (found := VALIDATION.search(line)) and found[1] != evaluated:
+                    # After the last iteration stock evaluates twice; the table, too, has the first.
+                    evaluated = found[1]
+                    shown["validation"] = f"{float(found[2]):.3f}"
                 bar.set_postfix(shown)
         except KeyboardInterrupt:
             bar.close()

@@ -16,7 +16,8 @@ def _follow(text: str, log: Path) -> subprocess.CompletedProcess:
 
 def test_shows_training_and_validation_loss_and_keeps_all(tmp_path):
     text = "starting\n" + LINE.format(1, 2, "5.500000E+00") + LINE.format(2, 2, "4.250000E+00")
-    text += VALIDATION.format("validation", "4.500000E+00") + VALIDATION.format("test", "9.0E+00")
+    text += VALIDATION.format("validation", "4.500000E+00")
+    text += VALIDATION.format("validation", "8.0E+00") + VALIDATION.format("test", "9.0E+00")
     done = _follow(text, tmp_path / "train.log")
     assert done.returncode == 0
     last = done.stderr.replace("\r", "\n").splitlines()[-1]
