@@ -15,9 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 ITERATION = re.compile(r"iteration +(\d+)/ *(\d+) .*\| lm loss: ([0-9.E+-]+|nan|inf) ", re.I)
-VALIDATION = re.compile(
-    r"validation loss at iteration (\d+) on validation set .* lm loss value: ([0-9.E+-]+) "
-)
+VALIDATION = re.compile(r"validation loss at iteration (\d+) .* lm loss value: ([0-9.E+-]+) ")
 
 
 def main() -> int:
@@ -41,7 +39,7 @@ def main() -> int:
                     bar.update(int(found[1]) - bar.n)
                     shown["loss"] = f"{float(found[3]):.3f}"
                 elif (found := VALIDATION.search(line)) and found[1] != evaluated:
-                    # After the last iteration stock evaluates twice; the table, too, has the first.
+                    # After the last iteration stock evaluates twice more, once on the test set.
                     evaluated = found[1]
                     shown["validation"] = f"{float(found[2]):.3f}"
                 bar.set_postfix(shown)
