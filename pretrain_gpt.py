@@ -330,6 +330,14 @@ def check_arguments(args):
             "--dataloader-inter-document-masking: documents are not padded to a multiple of "
             f"{2 * args.context_parallel_size} tokens, as splitting them needs. Drop one of the two flags."
         )
+    for name in ("sequence_packing_scheduler", "thd_max_packed_sequences"):
+        value = getattr(args, name, None)  # the script also runs on the bare wheel
+        if value is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value}: pretrain_gpt.py has no data path that schedules sequences "
+                "into packs; expected the flag unset. Drop it, or use --dataloader-inter-document-masking to "
+                "keep packed documents apart"
+            )
 
 
 if __name__ == "__main__":

@@ -26,10 +26,16 @@ def arguments(name: str | None = None, **extra: Any) -> Arguments:
     return found
 
 
-def run(cases: dict[str, Arguments], folder: Path, bare: bool = False, record: bool = False) -> str:
+def run(
+    cases: dict[str, Arguments],
+    folder: Path,
+    bare: bool = False,
+    record: bool = False,
+    environment: dict[str, str] | None = None,
+) -> str:
     """Runs all cases from one launch; a case's logs lie in ``folder``. Returns what the launch printed.
 
-    For ``bare`` and ``record`` see ranks.py.
+    For ``bare`` and ``record``, and a case's FAULT, see ranks.py. ``environment`` is added to the launch's.
 
     Nothing is raised for a case that fails: ``losses`` does, when the case is looked at.
     """
@@ -37,6 +43,7 @@ def run(cases: dict[str, Arguments], folder: Path, bare: bool = False, record: b
     for name, flags in cases.items():
         flags = dict(flags)
         world_size = flags.pop("WORLD_SIZE", 1)
+        fault = flags.pop("FAULT", None)
         flags["--tensorboard-dir"] = folder / name
         argv = [
             str(part)
@@ -53,6 +60,7 @@ def run(cases: dict[str, Arguments], folder: Path, bare: bool = False, record: b
                 "log": log,
                 "port": _free_port(),
                 "record": record,
+                "fault": fault,
             }
         )
     file = folder / f"cases{'_bare' * bare}.json"
@@ -62,7 +70,12 @@ def run(cases: dict[str, Arguments], folder: Path, bare: bool = False, record: b
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            **(environment or {}),
+        },
         start_new_session=True,
     )
     try:
@@ -93,6 +106,11 @@ def parameters(folder: Path, rank: int, iteration: int) -> dict[str, torch.Tenso
         for name, value in model.items()
         if torch.is_tensor(value)
     }
+
+
+def log(folder: Path, name: str, rank: int) -> str:
+    """What one rank printed."""
+    return (folder / f"{name}.log.rank{rank}").read_text()
 
 
 def packs(folder: Path, name: str, rank: int) -> list:

@@ -5,9 +5,10 @@ case; a case that fails or hangs is killed on every rank, and its output kept.
 
     python ranks.py CASES.json       (what test_pretraining.py starts)
 
-CASES.json: {"bare": bool, "cases": [{"name", "world_size", "argv", "log", "port", "record"}]}. With
+CASES.json: {"bare": bool, "cases": [{"name", "world_size", "argv", "log", "port", "record", "fault"}]}. With
 ``bare`` the stock wheel runs without the layers: only the CPU device's stand-ins, and what a user of the
-bare wheel would have to patch. With ``record`` each rank writes down the packs that it was given.
+bare wheel would have to patch. With ``record`` each rank writes down the packs that it was given. For
+``fault`` see prewarm_faults.py.
 """
 
 import contextlib
@@ -18,8 +19,11 @@ import sys
 import time
 from pathlib import Path
 
+import prewarm_faults
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 CASE_TIMEOUT = 180  # seconds; the slowest case takes about 20
+LAST_WORDS = 60  # seconds that the other ranks have to end by themselves when one has failed
 
 
 def main(spec_file: str) -> int:
@@ -30,9 +34,10 @@ def main(spec_file: str) -> int:
     for case in spec["cases"]:
         started = time.monotonic()
         children = [_fork(case, rank, pretrain_gpt) for rank in range(case["world_size"])]
-        status = _wait(children, started + CASE_TIMEOUT)
+        status, killed = _wait(children, started + CASE_TIMEOUT)
         failed |= status != 0
-        print(f"{case['name']}: status {status}, {time.monotonic() - started:.1f} s", flush=True)
+        took = f"{time.monotonic() - started:.1f} s"
+        print(f"{case['name']}: status {status}, {took}, {killed} ranks killed", flush=True)
     return int(failed)
 
 
@@ -81,6 +86,8 @@ def _fork(case: dict, rank: int, pretrain_gpt) -> int:
             MASTER_PORT=str(case["port"]),
         )
         sys.argv = ["pretrain_gpt.py", *case["argv"]]
+        if case["fault"]:
+            prewarm_faults.put_in(case["fault"], rank)
         if case["record"]:
             _record_cu_seqlens(pretrain_gpt, f"{case['log']}.cu_seqlens{rank}")
         pretrain_gpt.main()
@@ -108,24 +115,28 @@ def _record_cu_seqlens(pretrain_gpt, file: str) -> None:
     pretrain_gpt.packed_seq_params_of = recording
 
 
-def _wait(children: list[int], deadline: float) -> int:
-    """0 if every child ends well; else the first bad status, or -1 for a time-out. Leaves no process."""
+def _wait(children: list[int], deadline: float) -> tuple[int, int]:
+    """Waits for every child, and leaves no process.
+
+    Returns:
+        0 if all end well, else the first bad status, or -1 for a time-out; and how many were killed.
+    """
     running, status = set(children), 0
-    while running and status == 0:
+    while running and time.monotonic() < deadline:
         for child in list(running):
             ended, code = os.waitpid(child, os.WNOHANG)
             if ended:
                 running.discard(child)
-                status = status or os.waitstatus_to_exitcode(code)
-        if time.monotonic() > deadline:
-            status = status or -1
+                if code and not status:
+                    status = os.waitstatus_to_exitcode(code)
+                    deadline = min(deadline, time.monotonic() + LAST_WORDS)
         time.sleep(0.05)
     for child in children:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
     for child in running:
         os.waitpid(child, 0)
-    return status
+    return status or (-1 if running else 0), len(running)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ def test_a_batch_that_is_not_packed_has_none():
             dict(dataloader_inter_document_masking=True, context_parallel_size=2),
             "--context-parallel-size 2 with --dataloader-inter-document-masking",
         ),
+        (dict(sequence_packing_scheduler="fifo"), "--sequence-packing-scheduler fifo: .* Drop it"),
+        (dict(thd_max_packed_sequences=2), "--thd-max-packed-sequences 2: .* no data path"),
     ],
 )
 def test_flags_without_a_data_path_are_refused(flags, message):

@@ -1,11 +1,13 @@
 """The fork's flags, and what the CPU device makes of stock's."""
 
 import argparse
+import inspect
 import sys
 
 import pytest
 
 from megatron.training import arguments, cpu_arguments
+from tests.overlay.layer_trees import json_of
 
 
 def _options(add_arguments) -> set[str]:
@@ -14,15 +16,55 @@ def _options(add_arguments) -> set[str]:
     return {option for action in parser._actions for option in action.option_strings}
 
 
-def test_the_forks_flags_are_these():
-    stock = _options(arguments.upstream.add_megatron_arguments)
-    assert _options(arguments.add_megatron_arguments) - stock == {"--device"}
+def _described(add_arguments) -> dict[str, list]:
+    """What each option does, in values that JSON keeps."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser)
+    return {
+        option: [
+            type(action).__name__,
+            action.dest,
+            repr(action.default),
+            repr(action.const),
+            getattr(action.type, "__name__", repr(action.type)),
+            repr(action.choices),
+            action.nargs,
+            action.required,
+            (action.help or "").replace("%%", "%"),
+        ]
+        for action in parser._actions
+        for option in action.option_strings
+    }
 
 
-def test_no_stock_flag_is_lost():
-    stock = _options(arguments.upstream.add_megatron_arguments)
+@pytest.fixture(scope="module")
+def stock() -> dict[str, list]:
+    """Stock's options. Those made of a config's fields are stock's only in a process without layers."""
+    script = [
+        "import argparse, json",
+        "from megatron.training import arguments",
+        inspect.getsource(_described),
+        "print(json.dumps(_described(arguments.add_megatron_arguments)))",
+    ]
+    return json_of("-c", "\n".join(script))
+
+
+def test_the_forks_flags_are_these(stock):
+    assert _options(arguments.add_megatron_arguments) - set(stock) == {
+        "--device",
+        "--pipeline-prewarm",
+        "--pipeline-prewarm-report",
+        "--pipeline-prewarm-skip",
+        "--sequence-packing-scheduler",
+        "--thd-max-packed-sequences",
+    }
+
+
+def test_no_stock_flag_is_lost_or_changed(stock):
+    ours = _described(arguments.add_megatron_arguments)
     assert len(stock) > 700
-    assert stock <= _options(arguments.add_megatron_arguments)
+    changed = {option for option in stock if ours.get(option) != stock[option]}
+    assert changed == {"--tokenizer-type"}, "it has one more choice"
 
 
 def test_help_prints_where_stocks_does_not():
@@ -35,7 +77,13 @@ def test_help_prints_where_stocks_does_not():
         add_arguments(parsers[-1])
     with pytest.raises(ValueError, match="unsupported format character"):
         parsers[0].format_help()
-    assert "--device {auto,cuda,cpu}" in parsers[1].format_help()
+    text = parsers[1].format_help()
+    assert "--device {auto,cuda,cpu}" in text
+    assert "--sequence-packing-scheduler {fifo,best-fit}" in text
+    assert "--thd-max-packed-sequences THD_MAX_PACKED_SEQUENCES" in text
+    help_of = {action.dest: action.help for action in parsers[1]._actions}
+    assert help_of["sequence_packing_scheduler"].startswith("How sequences are put into packs")
+    assert help_of["thd_max_packed_sequences"].startswith("The most sequences that one pack holds")
 
 
 def test_what_the_cpu_device_looks_at_are_arguments_of_stocks():
