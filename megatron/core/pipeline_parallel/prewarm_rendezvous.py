@@ -74,6 +74,11 @@ class Rendezvous:
         # The store keeps the count, so that keys of an earlier prewarm, of this process or the one before, are not met.
         prefix = f"pipeline_prewarm/{store.add(f'pipeline_prewarm/{rank}', 1)}"
         self._store = PrefixStore(prefix, store)
+        # For the watcher: a wait locks its connection, and the main thread may be in one. Made here, and not in a
+        # guard, as it takes seconds where the host names of its ends are looked up in vain.
+        self._watched: Store | None = None
+        with contextlib.suppress(RuntimeError):  # the store has no second one, or has gone
+            self._watched = self._store.clone()  # type: ignore[attr-defined]
         self._meetings = 0
         self._watcher: _Watcher | None = None
         self.step("the start of prewarm")
@@ -232,7 +237,7 @@ class _Meeting:
         if self.count_in("read"):
             self.settle("all read", True)
         elif self.rendezvous.rank == 0:
-            self.appears("all read", MARGIN)
+            self.appears("all read", MARGIN if silent else ANSWER_TIMEOUT)
         message = failure["message"]
         if silent:
             message += f". No answer from {silent}: look there first, it has died or hangs"
@@ -278,7 +283,9 @@ class _Watcher(threading.Thread):
 
     def __init__(self, rendezvous: Rendezvous, meeting: _Meeting):
         super().__init__(name="pipeline prewarm watcher", daemon=True)
-        self.rendezvous, self.meeting = rendezvous, meeting
+        self.rendezvous = rendezvous
+        steps, polls = rendezvous._watched or meeting.steps, rendezvous._watched is None
+        self.meeting = _Meeting(rendezvous, steps, meeting.name, polls)
         self.left_body = threading.Event()
         self.message: str | None = None  # "" for success
 
@@ -292,7 +299,6 @@ class _Watcher(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.meeting = self._on_another_connection()
             self.message = self._await_outcome()
         except Exception as error:
             self.message = _lost_store(f"{type(error).__name__}: {error}")
@@ -302,16 +308,6 @@ class _Watcher(threading.Thread):
             os.write(2, f"rank {self.rendezvous.rank}: {self.message}\n".encode())
             if not self.left_body.wait(ABORT_AFTER):
                 self._end_body()
-
-    def _on_another_connection(self) -> _Meeting:
-        """The meeting for this thread: a wait locks its connection, and the main thread may be in one."""
-        me, meeting = self.rendezvous, self.meeting
-        try:
-            # It may take seconds, if the host names of its ends are looked up in vain.
-            steps = meeting.steps.clone()  # type: ignore[attr-defined]
-        except RuntimeError:  # a store that has none, or that has gone: polling, it sees that
-            return _Meeting(me, meeting.steps, meeting.name, polls=True)
-        return _Meeting(me, steps, meeting.name)
 
     def _await_outcome(self) -> str:
         me, meeting = self.rendezvous, self.meeting

@@ -16,6 +16,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
@@ -39,7 +40,7 @@ RANKS = 4
 TIMEOUT = 60  # seconds for all of it; it takes about 2
 SIZES = (2, 4)  # of the pipeline
 # What decides which groups there are to reduce over: see reduced_groups.
-RUNS = {
+RUNS: dict[str, dict[str, Any]] = {
     "dense": {},
     "experts": {"experts": 4},
     "distributed optimizer": {"distributed": True},

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def fresh_process(single_rank):
-    """State of the process that earlier tests may have left, as at its start."""
+    """What passes leave in the process is as at its start, before and after the test."""
     import torch
 
     from megatron.core import parallel_state
@@ -30,25 +30,29 @@ def fresh_process(single_rank):
         MTPLossLoggingHelper,
     )
 
-    random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-    moe_logging.destroy_moe_metrics_tracker()
-    for tracker in (DSAIndexerLossLoggingHelper.tracker, MTPLossLoggingHelper.tracker):
-        tracker.clear()
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    DSAIndexerLossAutoScaler.main_loss_backward_scale = None
-    MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
-    RandomSTEShared._cache.clear()
-    RouterReplay.clear_global_router_replay_instances()
-    PipelineOffloadManager.OFFLOAD_MGR = None
-    PagedStashManager.STASH_MGR = None
-    parallel_state.get_global_memory_buffer().buffer.clear()
-    for function in (
-        RotaryEmbedding.forward,
-        YarnRotaryEmbedding.forward,
-        hadamard._report_fallback,
-    ):
-        function.cache_clear()
+    def reset():
+        random.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        moe_logging.destroy_moe_metrics_tracker()
+        for tracker in (DSAIndexerLossLoggingHelper.tracker, MTPLossLoggingHelper.tracker):
+            tracker.clear()
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        DSAIndexerLossAutoScaler.main_loss_backward_scale = None
+        MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
+        RandomSTEShared._cache.clear()
+        RouterReplay.clear_global_router_replay_instances()
+        PipelineOffloadManager.OFFLOAD_MGR = None
+        PagedStashManager.STASH_MGR = None
+        parallel_state.get_global_memory_buffer().buffer.clear()
+        for function in (
+            RotaryEmbedding.forward,
+            YarnRotaryEmbedding.forward,
+            hadamard._report_fallback,
+        ):
+            function.cache_clear()
+        _CudagraphGlobalRecord._disable_saved_tensors_observer()
+        _CudagraphGlobalRecord.cudagraph_record.clear()
+        random._unset_checkpointing()
+
+    reset()
     yield
-    _CudagraphGlobalRecord._disable_saved_tensors_observer()
-    _CudagraphGlobalRecord.cudagraph_record.clear()
-    random._unset_checkpointing()
+    reset()

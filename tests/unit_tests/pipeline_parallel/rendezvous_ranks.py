@@ -19,7 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
+# torch looks up the host names of its stores' connections, which may take seconds, more than the cases give a rank.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+
+import torch  # noqa: E402
 
 # As a module of its own: it needs torch alone, and importing megatron.core would take as long as many cases.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "megatron/core/pipeline_parallel"))
