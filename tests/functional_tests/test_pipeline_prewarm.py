@@ -1,6 +1,7 @@
 """Pipeline prewarm leaves no trace: losses, logs and checkpoints are bit for bit those of a run without it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,14 +67,16 @@ CONTROLS = {
 FAILURE = "pipeline prewarm failed on rank 1 (pipeline stage 1) in chunk 0 backward"
 
 
-def _arguments(case: str | None, world_size: int | None = None, **changes) -> cases.Arguments:
+def _arguments(case: str | None, world_size: Any = None, **changes: Any) -> cases.Arguments:
     flags = cases.arguments(case, **changes)
     return flags if world_size is None else {**flags, "WORLD_SIZE": world_size}
 
 
 def _flags(name: str, folder: Path, **extra) -> cases.Arguments:
     case, changes = RUNS[name]
-    saving = dict(ckpt_format="torch", save_interval=ITERATIONS, train_iters=ITERATIONS)
+    saving: dict[str, Any] = dict(
+        ckpt_format="torch", save_interval=ITERATIONS, train_iters=ITERATIONS
+    )
     return _arguments(case, **changes, **saving, save=folder, **extra)
 
 
@@ -183,9 +186,9 @@ def _scalars(folder: Path, name: str) -> dict[str, list[float]]:
     }
 
 
-def _checkpoint(folder: Path, name: str) -> dict[str, object]:
+def _checkpoint(folder: Path, name: str) -> dict[str, Any]:
     """Every value in every file of the last checkpoint but the arguments, by its path."""
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     files = sorted((folder / "saved" / name / f"iter_{ITERATIONS:07d}").rglob("*.pt"))
     assert files, f"{name} saved nothing"
     for file in files:
@@ -196,7 +199,7 @@ def _checkpoint(folder: Path, name: str) -> dict[str, object]:
     return found
 
 
-def _flatten(value, path: str, found: dict[str, object]) -> None:
+def _flatten(value, path: str, found: dict[str, Any]) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
             _flatten(inner, f"{path}.{key}", found)
@@ -207,7 +210,7 @@ def _flatten(value, path: str, found: dict[str, object]) -> None:
         found[path] = value
 
 
-def _differences(expected: dict[str, object], found: dict[str, object]) -> list[str]:
+def _differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     different = sorted(expected.keys() ^ found.keys())
     for path in expected.keys() & found.keys():
         one, other = expected[path], found[path]

@@ -8,6 +8,7 @@ back all that these passes touched: training goes on bit for bit as if they had 
 
 import contextlib
 import copy
+import dataclasses
 import datetime
 import inspect
 import logging
@@ -94,7 +95,8 @@ def prewarm(
     """
     if unknown := sorted(set(skip) - set(SKIPPABLE)):
         raise ValueError(f"skip={unknown}: no such steps; expected some of {', '.join(SKIPPABLE)}")
-    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    chunks: list[torch.nn.Module]
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     groups = get_attr_wrapped_model(chunks[0], "pg_collection", allow_none=True)
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
     stage = groups.pp.rank()
@@ -128,9 +130,11 @@ def prewarm(
             for index in range(len(chunks)):
                 warmer.train(index, microbatch)
             if evaluation_micro_batch_size is not None and "evaluation" not in skip:
-                size = 1 if microbatch.packing else evaluation_micro_batch_size
+                scheduled = getattr(config, "sequence_packing_scheduler", None)
+                size = 1 if scheduled else evaluation_micro_batch_size
+                evaluated = dataclasses.replace(microbatch, micro_batch_size=size)
                 for index in range(len(chunks)):
-                    warmer.evaluate(index, Microbatch(microbatch.seq_length, size, packing))
+                    warmer.evaluate(index, evaluated)
         done = time.time()
     timeline.spans.append(Span("other stages", "wait", done, time.time(), "prewarm"))
     return timeline

@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import unwrap_model
 
 
-def reduced_groups(groups: Any, config: Any, model: torch.nn.Module) -> dict[str, Any]:
+def reduced_groups(groups: Any, config: Any, model: Any) -> dict[str, Any]:
     """The groups over which iteration 1 communicates outside the model chunks, in an order equal on all ranks.
 
     Args:

@@ -135,9 +135,10 @@ def packed_seq_params(
     # Zigzag splitting needs two equal parts of every sequence on every rank.
     part = 2 * config.context_parallel_size
     offsets = _offsets(tokens, entries, part if tokens % part == 0 else 1)
+    tensors: dict[str, Any] = {}
     if getattr(config, "sequence_packing_scheduler", None):
         tensors = _static_offsets(chunk, microbatch)
-    else:
+    if not tensors:
         real = torch.empty(entries, dtype=torch.int32, device=_device())
         padded = torch.empty_like(real) if packing.padded else None
         tensors = {f"cu_seqlens_{name}": real for name in ("q", "kv")}
@@ -150,14 +151,16 @@ def packed_seq_params(
 
 
 def _static_offsets(chunk: torch.nn.Module, microbatch: Microbatch) -> dict[str, torch.Tensor]:
-    """The cu_seqlens of fixed capacity that the chunk's layers take."""
+    """The cu_seqlens of fixed capacity that the chunk's layers take; nothing for a chunk without layers."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    layer = next(module for module in chunk.modules() if isinstance(module, TransformerLayer))
-    inputs = layer.get_layer_static_inputs(
-        microbatch.seq_length, microbatch.micro_batch_size, for_pipeline_prewarm=True
-    )
-    return {name: value for name, value in inputs.items() if name.startswith("cu_seqlens")}
+    for layer in chunk.modules():
+        if isinstance(layer, TransformerLayer):
+            inputs = layer.get_layer_static_inputs(
+                microbatch.seq_length, microbatch.micro_batch_size, for_pipeline_prewarm=True
+            )
+            return {name: inputs[name] for name in inputs if name.startswith("cu_seqlens")}
+    return {}
 
 
 def _offsets(tokens: int, entries: int, part: int) -> list[int]:

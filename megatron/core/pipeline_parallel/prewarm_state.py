@@ -12,6 +12,10 @@ from typing import Any, Callable, Iterator
 import numpy as np
 import torch
 
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface,
+)
+from megatron.core.tensor_parallel import random as checkpointing
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
 from megatron.core.transformer.experimental_attention_variant.dsa import (
@@ -24,7 +28,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, Random
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
-Chunks = list[torch.nn.Module]
+Chunks = list[Any]  # of torch.nn.Module; DistributedDataParallel's own methods among its attributes
 
 # Plain attributes of modules that a pass changes. Transformer Engine overwrites main_grad in the first
 # microbatch and adds to it later, so is_first_microbatch counts in bf16 too.
@@ -36,19 +40,22 @@ MODULE_ATTRIBUTES = (
     "current_max_attn_logits",
 )
 # Schedules of these are recorded over whole iterations, which a single pass is not.
-FLAGS_OFF = ("moe_paged_stash", "fine_grained_activation_offloading")
+OFFLOADING = "fine_grained_activation_offloading"
+FLAGS_OFF = ("moe_paged_stash", OFFLOADING)
 _ABSENT = object()
 
 
 @contextlib.contextmanager
 def preserved(chunks: Chunks) -> Iterator[None]:
     """Whatever the body's passes through ``chunks`` change is as before when it is left, by any way."""
+    inside_checkpoint = checkpointing.IS_CHECKPOINTING  # stays set when a recomputed forward raises
     with contextlib.ExitStack() as stack:
         for preserve in PRESERVED.values():
             stack.enter_context(preserve(chunks))
         try:
             yield
         finally:
+            checkpointing.IS_CHECKPOINTING = inside_checkpoint
             torch.cuda.synchronize()
 
 
@@ -89,11 +96,11 @@ def _state_of(value: torch.Generator | torch.Tensor) -> torch.Tensor:
 def buffers(chunks: Chunks) -> Iterator[None]:
     """Registered buffers: router biases and token counts, and whatever else a module keeps.
 
-    Copied back into the tensor that is there afterwards: the router's first forward rebinds its bias from
-    bf16 to fp32. A buffer that a pass made or resized is a table computed from the configuration.
+    Copied back into the same tensor: the router's first forward turns its bias from bf16 to fp32. A buffer
+    that a pass registered anew is a table computed from the configuration, and its module says of what kind.
     """
     saved = [
-        (module, name, None if buffer is None else buffer.detach().clone())
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for module in _modules(chunks)
         for name, buffer in module._buffers.items()
     ]
@@ -101,11 +108,10 @@ def buffers(chunks: Chunks) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for module, name, value in saved:
-                buffer = module._buffers.get(name)
+            for module, name, buffer, value in saved:
                 if value is None:
                     module._buffers[name] = None
-                elif buffer is not None and buffer.shape == value.shape:
+                elif buffer is not None and module._buffers.get(name) is buffer:
                     buffer.copy_(value)
 
 
@@ -169,11 +175,8 @@ def module_attributes(chunks: Chunks) -> Iterator[None]:
     managers = [
         getattr(vars(module).get("token_dispatcher"), "_comm_manager", None) for module in modules
     ]
-    flags = [
-        (manager.over_budget, manager.over_budget.clone())
-        for manager in managers
-        if torch.is_tensor(getattr(manager, "over_budget", None))
-    ]
+    found = [getattr(manager, "over_budget", None) for manager in managers]
+    flags = [(flag, flag.clone()) for flag in found if flag is not None]
     try:
         yield
     finally:
@@ -195,16 +198,24 @@ def configs(chunks: Chunks) -> Iterator[None]:
         id(module.config): module.config for module in _modules(chunks) if hasattr(module, "config")
     }
     saved = [(config, dict(vars(config))) for config in found.values()]
+    offloads = any(attributes.get(OFFLOADING) for _, attributes in saved)
+    if offloads:  # layers took the flag over when they were made
+        FineGrainedActivationOffloadingInterface.disable_offload()
     for config, attributes in saved:
         for name in FLAGS_OFF:
             if attributes.get(name):
                 setattr(config, name, False)
+        for name in attributes:
+            if name.startswith("_dsa_index_share"):
+                delattr(config, name)  # a dictionary that a pass would write into
     try:
         yield
     finally:
         for config, attributes in saved:
             vars(config).clear()
             vars(config).update(attributes)
+        if offloads:
+            FineGrainedActivationOffloadingInterface.enable_offload()
 
 
 @contextlib.contextmanager
@@ -269,6 +280,8 @@ def routing(chunks: Chunks) -> Iterator[None]:
         )
         for replay in RouterReplay.global_router_replay_instances
     ]
+    for replay, _ in replays:
+        replay.clear_router_replay_action()  # routes of synthetic tokens are no routes of training's
     try:
         yield
     finally:

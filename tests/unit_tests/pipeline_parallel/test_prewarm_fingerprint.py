@@ -63,21 +63,7 @@ def test_passes_leave_no_trace(case):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        "moe",
-        "recompute",
-        "quantile",
-        "biased",
-        "replay",
-        "alltoall",
-        pytest.param(
-            "dsa mtp",
-            marks=pytest.mark.xfail(
-                strict=True, reason="top-k indices are written into the config's own dict"
-            ),
-        ),
-    ],
+    "case", ["moe", "recompute", "quantile", "biased", "replay", "alltoall", "dsa mtp"]
 )
 def test_passes_between_iterations_leave_no_trace(case):
     """Trackers hold values, scales are bound, buckets know how often their parameters are used."""
@@ -150,9 +136,6 @@ def test_each_module_attribute_is_needed(monkeypatch, name):
     assert found >= {name}
 
 
-STAYS_SET = pytest.mark.xfail(strict=True, reason="IS_CHECKPOINTING stays True")
-
-
 @pytest.mark.parametrize(
     "case, where",
     [
@@ -164,8 +147,8 @@ STAYS_SET = pytest.mark.xfail(strict=True, reason="IS_CHECKPOINTING stays True")
         ("stubs", "forward"),
         ("stubs", "evaluation"),
         ("recompute", "evaluation"),
-        pytest.param("recompute", "forward", marks=STAYS_SET),
-        pytest.param("recompute", "backward", marks=STAYS_SET),
+        ("recompute", "forward"),
+        ("recompute", "backward"),
     ],
 )
 def test_a_pass_that_fails_leaves_no_trace(case, where):

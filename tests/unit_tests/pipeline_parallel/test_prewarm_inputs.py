@@ -377,9 +377,6 @@ def test_a_scheduler_packs_into_offsets_of_fixed_capacity(single_rank, graphs):
     assert (type(params.max_seqlen_q), params.max_seqlen_q) == (int, 14)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=StopIteration, reason="the offsets are asked of the chunk's first layer"
-)
 def test_a_scheduler_packs_for_a_chunk_without_layers(single_rank):
     """A stage that holds the embedding or the loss alone."""
     microbatch = Microbatch(32, 1, Packing(5, padded=True))

@@ -120,10 +120,6 @@ def test_buffers_that_a_pass_makes_stay():
     assert module.later is None and "later" in module._buffers
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the old table is copied into the new one, of another kind and the same shape",
-)
 def test_a_yarn_table_fits_what_the_module_says_of_it():
     """On one of two context-parallel ranks 16 positions are 8 rows, and so are 8 of a pack."""
     rope = YarnRotaryEmbedding(
@@ -314,11 +310,6 @@ def test_recordings_over_iterations_are_off_inside():
     assert manager._cached_chunks_forward == [] and manager._stages is None
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the layers took the flag over when they were made, and the manager goes on with its chunks",
-)
 def test_offloading_is_off_inside_after_its_first_iteration(monkeypatch):
     monkeypatch.setattr(transformer_engine, "cpu_offload", SimpleNamespace())
     chunks = build("offload", ["middle"])
@@ -387,10 +378,6 @@ def test_recorded_routes():
     assert replay.replay_backward_list == [target]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="routes are recorded, and replayed, inside: RouterReplay's action is left as it is",
-)
 @pytest.mark.parametrize("action", ["RECORD", "REPLAY_BACKWARD"])
 def test_routes_are_neither_recorded_nor_replayed(action):
     """Those of training's tokens are not those of 32 synthetic ones."""
