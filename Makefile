@@ -33,5 +33,5 @@ fix: env  ## rewrite the formatting that check complains about
 bench: env  ## what the overlay costs at import, against the bare wheel
 	@$(PYTHON_ENV) tools/benchmarks/install_cost.py
 
-bench-startup: env  ## start-up with pipeline prewarm and without, on cold caches (about 20 minutes on two cores)
+bench-startup: env  ## start-up with pipeline prewarm and without, on cold caches
 	@$(IN_ENV) $(PYTHON_ENV) tools/benchmarks/startup.py --layouts 2x1 4x1 --models dense --output runs/startup $(ARGS)
