@@ -13,12 +13,13 @@ from typing import Any, Iterator
 from megatron.training import global_vars
 from megatron.training.utils import print_rank_0
 
-STEPS = ("collectives", "p2p", "evaluation")
 _startup: "_Startup | None" = None
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Adds the group of flags of pipeline prewarm."""
+    from megatron.core.pipeline_parallel.parallel_prewarm import SKIPPABLE
+
     group = parser.add_argument_group(title="pipeline prewarm")
     group.add_argument(
         "--pipeline-prewarm",
@@ -36,9 +37,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--pipeline-prewarm-skip",
         nargs="+",
         default=[],
-        choices=STEPS,
+        choices=SKIPPABLE,
         metavar="STEP",
-        help=f"Steps of --pipeline-prewarm to leave out, of: {', '.join(STEPS)}.",
+        help=f"Steps of --pipeline-prewarm to leave out, of: {', '.join(SKIPPABLE)}.",
     )
 
 
@@ -169,13 +170,13 @@ def _unsupported(args: Namespace, pg_collection: Any) -> str | None:
 
     if isinstance(pg_collection, MultiModuleProcessGroupCollection):
         return "several modules, each with process groups of its own, are trained"
-    for name, flag in (
-        ("use_megatron_fsdp", "--use-megatron-fsdp"),
-        ("use_torch_fsdp2", "--use-torch-fsdp2"),
-        ("modelopt_enabled", "--modelopt-enabled"),
-        ("logits_save_dir", "--logits-save-dir"),
-        ("logits_load_dir", "--logits-load-dir"),
+    for name in (
+        "use_megatron_fsdp",
+        "use_torch_fsdp2",
+        "modelopt_enabled",
+        "logits_save_dir",
+        "logits_load_dir",
     ):
-        if getattr(args, name, None):
-            return f"{flag} is set"
+        if value := getattr(args, name, None):
+            return f"{name}={value!r} is not supported"
     return None

@@ -6,6 +6,8 @@ Same as upstream but for:
 - train_step: the first one is watched for what it still compiles.
 """
 
+import inspect
+
 from megatron.overlay import upstream_of
 from megatron.training import pipeline_prewarm
 
@@ -18,29 +20,10 @@ def train_step(*args, **kwargs):
         return upstream.train_step(*args, **kwargs)
 
 
-def train(
-    forward_step_func,
-    model,
-    optimizer,
-    opt_param_scheduler,
-    train_data_iterator,
-    valid_data_iterator,
-    process_non_loss_data_func,
-    config,
-    *args,
-    **kwargs,
-):
+def train(*args, **kwargs):
     """As upstream's, after pipeline prewarm."""
-    with pipeline_prewarm.startup(model, optimizer, config, kwargs.get("pg_collection")):
-        return upstream.train(
-            forward_step_func,
-            model,
-            optimizer,
-            opt_param_scheduler,
-            train_data_iterator,
-            valid_data_iterator,
-            process_non_loss_data_func,
-            config,
-            *args,
-            **kwargs,
-        )
+    given = inspect.signature(upstream.train).bind(*args, **kwargs).arguments
+    with pipeline_prewarm.startup(
+        given["model"], given["optimizer"], given["config"], given.get("pg_collection")
+    ):
+        return upstream.train(*args, **kwargs)

@@ -198,10 +198,7 @@ class CompilationWatch:
         if compiler is None or isinstance(compiler, types.FunctionType):
             self._replace(cute, "compile", self._time("CuTe DSL", _function_name))
         else:  # an object whose cute.compile[options] are objects of its class
-            describe = lambda compiler, *args, **kwargs: _function_name(
-                *args, **kwargs
-            )  # noqa: E731
-            self._replace(type(compiler), "__call__", self._time("CuTe DSL", describe))
+            self._replace(type(compiler), "__call__", self._time("CuTe DSL", _method_argument))
 
     def _attach_nvrtc(self, nvrtc: Any) -> None:
         # The program that it is called with does not tell its name.

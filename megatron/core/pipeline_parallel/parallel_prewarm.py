@@ -18,6 +18,7 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron.core import parallel_state
 from megatron.core.distributed import distributed_data_parallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.prewarm_communicators import (
@@ -40,12 +41,6 @@ from megatron.core.utils import get_attr_wrapped_model, log_single_rank, unwrap_
 logger = logging.getLogger(__name__)
 
 SKIPPABLE = ("collectives", "p2p", "evaluation")
-_active = False
-
-
-def is_active() -> bool:
-    """Whether a synthetic pass is running: for code that reports something once a run."""
-    return _active
 
 
 def prewarm(
@@ -99,15 +94,17 @@ def prewarm(
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     groups = get_attr_wrapped_model(chunks[0], "pg_collection", allow_none=True)
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
-    stage = groups.pp.rank()
-    timeline = timeline or Timeline(_rank(), stage)
-    rendezvous = Rendezvous(stage=stage, timeout=timeout)
+    rendezvous = Rendezvous(stage=groups.pp.rank(), timeout=timeout)
+    timeline = timeline or Timeline(rendezvous.rank, rendezvous.stage)
     reasons = rendezvous.agree(unsupported or _unsupported(chunks, config))
     if reasons:
         rank, reason = min(reasons.items())
         message = f"pipeline prewarm is skipped, on all ranks: {reason} (rank {rank})"
         log_single_rank(logger, logging.WARNING, message)
         return None
+    all_groups = groups  # a model's own may be only those that it needs itself
+    if parallel_state.model_parallel_is_initialized():
+        all_groups = ProcessGroupCollection.use_mpu_process_groups()
     config = copy.copy(config)
     config.timers = None
     microbatch = Microbatch(seq_length, micro_batch_size, packing, attention_mask)
@@ -120,13 +117,13 @@ def prewarm(
         # Communicators first: all ranks are here, and their memory is still to be had.
         if "collectives" not in skip and torch.distributed.is_initialized():
             with warmer.step("collectives"):
-                for name, group in reduced_groups(_all_groups(groups), config, chunks[0]).items():
+                for name, group in reduced_groups(all_groups, config, chunks[0]).items():
                     rendezvous.step(f"collectives over {name}")
                     reduce_once(group)
         if "p2p" not in skip and groups.pp.size() > 1:
             with warmer.step("p2p"):
                 exchange_once(groups, config)
-        with _marked_active(), preserved(chunks):
+        with preserved(chunks):
             for index in range(len(chunks)):
                 warmer.train(index, microbatch)
             if evaluation_micro_batch_size is not None and "evaluation" not in skip:
@@ -239,27 +236,5 @@ def _unsupported(chunks: list[torch.nn.Module], config: Any) -> str | None:
     return None
 
 
-def _all_groups(groups: Any) -> Any:
-    """The run's groups: those that Megatron-LM keeps globally where it does, else the model's own."""
-    try:
-        return ProcessGroupCollection.use_mpu_process_groups()
-    except (AssertionError, AttributeError):
-        return groups
-
-
-@contextlib.contextmanager
-def _marked_active() -> Iterator[None]:
-    global _active
-    _active = True
-    try:
-        yield
-    finally:
-        _active = False
-
-
 def _noise(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return 1e-3 * torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
