@@ -8,12 +8,9 @@ FOLDER/{r}.json, and what it prints to FOLDER/{r}.log.
 
 import copy
 import json
-import os
-import signal
 import sys
-import time
-import traceback
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +32,7 @@ from megatron.core.pipeline_parallel.prewarm_communicators import (  # noqa: E40
     reduced_groups,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from tests.unit_tests import forked_ranks  # noqa: E402
 
 RANKS = 4
 TIMEOUT = 60  # seconds for all of it; it takes about 2
@@ -54,50 +52,22 @@ ALONE = torch.zeros(1, 1, 1).shape
 
 def main(folder: Path) -> int:
     """Runs the ranks; returns 1 if one of them failed or hung."""
-    running = {_fork(folder, rank) for rank in range(RANKS)}
-    deadline = time.monotonic() + TIMEOUT
-    failed = False
-    while running and not failed:
-        for child in list(running):
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                running.discard(child)
-                failed |= status != 0
-        failed |= time.monotonic() > deadline
-        time.sleep(0.01)
-    for child in running:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    return int(failed)
+    log = lambda rank: folder / f"{rank}.log"  # noqa: E731
+    return int(not forked_ranks.run(RANKS, partial(_see, folder), log, TIMEOUT))
 
 
-def _fork(folder: Path, rank: int) -> int:
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        torch.set_num_threads(1)
-        torch.distributed.init_process_group(
-            "gloo",
-            store=torch.distributed.FileStore(str(folder / "store"), RANKS),
-            rank=rank,
-            world_size=RANKS,
-            timeout=timedelta(seconds=TIMEOUT / 2),
-        )
-        seen = {f"{size} stages": _run(size, rank) for size in SIZES}
-        (folder / f"{rank}.json").write_text(json.dumps(seen))
-        torch.distributed.barrier()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def _see(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.FileStore(str(folder / "store"), RANKS),
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=TIMEOUT / 2),
+    )
+    seen = {f"{size} stages": _run(size, rank) for size in SIZES}
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
+    torch.distributed.barrier()
 
 
 def _run(size: int, rank: int) -> dict:

@@ -1,10 +1,6 @@
 """Communicators that iteration 1 would create, on four ranks over gloo."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +9,7 @@ import torch
 
 from megatron.core.pipeline_parallel.prewarm_communicators import reduce_once, reduced_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
+from tests.unit_tests import forked_ranks
 from tests.unit_tests.pipeline_parallel.model_chunks import build
 
 RANKS = Path(__file__).with_name("communicator_ranks.py")
@@ -22,22 +19,7 @@ RANKS = Path(__file__).with_name("communicator_ranks.py")
 def seen(tmp_path_factory):
     """What each rank saw of every case, by the number of pipeline stages."""
     folder = tmp_path_factory.mktemp("communicators")
-    process = subprocess.Popen(
-        [sys.executable, str(RANKS), str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        start_new_session=True,
-    )
-    try:
-        printed = process.communicate(timeout=180)[0]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    logs = "".join(f"--- {log.name}\n{log.read_text()}" for log in sorted(folder.glob("*.log")))
-    assert process.returncode == 0, printed + logs
+    forked_ranks.launch(RANKS, folder)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
     return {size: [rank[f"{size} stages"] for rank in ranks] for size in (2, 4)}
 

@@ -1,10 +1,7 @@
 """How ranks agree, wait for each other and fail together around prewarm (the multi-rank cases: rendezvous_ranks.py)."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -15,6 +12,7 @@ import torch
 
 from megatron.core.pipeline_parallel import prewarm_rendezvous
 from megatron.core.pipeline_parallel.prewarm_rendezvous import PrewarmError, Rendezvous
+from tests.unit_tests import forked_ranks
 
 RANKS = Path(__file__).parent / "rendezvous_ranks.py"
 LAUNCH_TIMEOUT = 200  # seconds; it takes about 30
@@ -55,20 +53,7 @@ class Cases:
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rendezvous")
-    launch = subprocess.Popen(
-        [sys.executable, str(RANKS), str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = launch.communicate(timeout=LAUNCH_TIMEOUT)
-    finally:
-        if launch.poll() is None:
-            os.killpg(launch.pid, signal.SIGKILL)
-            launch.wait()
-    assert launch.returncode == 0, output
+    forked_ranks.launch(RANKS, folder, LAUNCH_TIMEOUT)
     return Cases(folder)
 
 

@@ -6,12 +6,9 @@ Megatron-LM is imported once, and a process forked for each rank. FOLDER/cases.p
 among it; what rank r of n makes of its part goes to FOLDER/{n}.{r}.pt, what it prints to FOLDER/{n}.{r}.log.
 """
 
-import os
-import signal
 import sys
-import time
-import traceback
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -31,6 +28,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 from megatron.core.transformer.multi_token_prediction import roll_tensor  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.core.utils import get_batch_on_this_cp_rank  # noqa: E402
+from tests.unit_tests import forked_ranks  # noqa: E402
 
 SIZES = (2, 4)
 TIMEOUT = 60  # seconds for the ranks of one size; they take about 2
@@ -40,53 +38,26 @@ def main(folder: Path) -> int:
     """Runs the ranks of every size; returns 1 if one of them failed."""
     cases = torch.load(folder / "cases.pt", weights_only=False)
     for size in SIZES:
-        running = {_fork(folder, cases, size, rank) for rank in range(size)}
-        deadline = time.monotonic() + TIMEOUT
-        failed = False
-        while running and not failed:
-            for child in list(running):
-                ended, status = os.waitpid(child, os.WNOHANG)
-                if ended:
-                    running.discard(child)
-                    failed |= status != 0
-            failed |= time.monotonic() > deadline
-            time.sleep(0.01)
-        for child in running:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        if failed:
+        body = partial(_attend, folder, cases, size)
+        log = lambda rank: folder / f"{size}.{rank}.log"  # noqa: E731
+        if not forked_ranks.run(size, body, log, TIMEOUT):
             return 1
     return 0
 
 
-def _fork(folder: Path, cases: dict, size: int, rank: int) -> int:
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        log = os.open(folder / f"{size}.{rank}.log", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        torch.set_num_threads(1)
-        torch.distributed.init_process_group(
-            "gloo",
-            store=torch.distributed.FileStore(str(folder / f"store{size}"), size),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=TIMEOUT),
-        )
-        parallel_state.initialize_model_parallel(context_parallel_size=size)
-        results = {name: _run(case, size) for name, case in cases.items()}
-        torch.save(results, folder / f"{size}.{rank}.pt")
-        torch.distributed.barrier()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def _attend(folder: Path, cases: dict, size: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.FileStore(str(folder / f"store{size}"), size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    parallel_state.initialize_model_parallel(context_parallel_size=size)
+    results = {name: _run(case, size) for name, case in cases.items()}
+    torch.save(results, folder / f"{size}.{rank}.pt")
+    torch.distributed.barrier()
 
 
 def _run(case: dict, size: int) -> dict[str, list[torch.Tensor]]:

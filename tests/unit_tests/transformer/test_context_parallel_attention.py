@@ -1,9 +1,5 @@
 """Attention split over context parallel ranks, against the stock attention of the whole sequence."""
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +11,7 @@ from megatron.core.transformer.context_parallel_attention import context_paralle
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.unit_tests import forked_ranks
 
 RANKS = Path(__file__).with_name("context_parallel_ranks.py")
 # Chunks of the sequence that each rank holds.
@@ -120,22 +117,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("context_parallel")
     cases = {**CASES, "dropout": DROPOUT, "roll": {"batch": {"tokens": TOKEN_IDS}}}
     torch.save(cases, folder / "cases.pt")
-    process = subprocess.Popen(
-        [sys.executable, str(RANKS), str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        start_new_session=True,
-    )
-    try:
-        printed = process.communicate(timeout=180)[0]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    logs = "".join(f"--- {log.name}\n{log.read_text()}" for log in sorted(folder.glob("*.log")))
-    assert process.returncode == 0, printed + logs
+    forked_ranks.launch(RANKS, folder)
     return {
         size: [torch.load(folder / f"{size}.{rank}.pt") for rank in range(size)] for size in ZIGZAG
     }
